@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -54,6 +55,11 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Mark slow what a default run can do without, of the tests whose every case starts ranks; sort what is left for xdist."""
     config.stash[COLLECTED] = list(items)
+    if "torch" in sys.modules:
+        from tests.support.torches import OWN_WARNINGS
+
+        for message in OWN_WARNINGS:
+            config.addinivalue_line("filterwarnings", f"ignore:{message}")
     files: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and starts_ranks(item) and item.get_closest_marker("slow") is None:

@@ -7,7 +7,6 @@ It never tests unusual models or autograd calls: test_unusual_models.py and test
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -184,10 +183,7 @@ def test_learning_rate_schedulers_work_unchanged(side: Side) -> None:
     for step in range(4):
         side.step(model, optimizer, step)
         side.note("rate", scheduler.get_last_lr()[0])
-        with warnings.catch_warnings():
-            # torch 2.8's own SequentialLR steps its schedulers in the way that torch deprecates.
-            warnings.filterwarnings("ignore", message="The epoch parameter")
-            scheduler.step()
+        scheduler.step()
     side.note_state(attachment)
 
 

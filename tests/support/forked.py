@@ -78,7 +78,9 @@ class Running:
             self._process.kill()
             self._process.join()
             raise subprocess.TimeoutExpired(self._words, limit_s)
-        out, err = (Path(name).read_text(encoding="utf-8") for name in self._streams[1:])
+        from tests.support.torches import without_chatter
+
+        out, err = (without_chatter(Path(name).read_text(encoding="utf-8")) for name in self._streams[1:])
         self._folder.cleanup()
         return subprocess.CompletedProcess(self._words, self._process.exitcode, out, err)
 
@@ -141,7 +143,10 @@ def _serve(program: Program, streams: list[str]) -> NoReturn:
     os.environ.update(program.environment)
     warnings.resetwarnings()
     if program.warn is not None:
+        from tests.support.torches import ignore_its_own_warnings
+
         warnings.simplefilter(*program.warn)
+        ignore_its_own_warnings()
     # As zprof run starts what it records: in a process of its own, but for the interpreter's start.
     os.posix_spawn = _spawned  # type: ignore[assignment]
     _end_as(lambda: _run(list(program.words)))

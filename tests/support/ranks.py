@@ -288,11 +288,14 @@ def _serve(rank: int, world: int, pipe: Connection, folder: str) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
 
+    from tests.support.torches import ignore_its_own_warnings
+
     torch.set_num_threads(1)
     store = _join(rank, world, pipe)
     warnings.simplefilter("error")
     # Small models of the parity matrix have no blocks: there a policy that recomputes has nothing to recompute.
     warnings.filterwarnings("ignore", message=r"\[activation\] checkpoint")
+    ignore_its_own_warnings()
     # Everything imported so far is here to stay: collecting after each job need not look at it.
     gc.collect()
     gc.freeze()

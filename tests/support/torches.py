@@ -6,6 +6,7 @@ Tests, their models and conftest.py take it from here.  It never changes what is
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,9 +17,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import backend_registration
 
-__all__ = ["Muon", "forget_redistributions", "on_a_device_in_python", "refusal", "where_torch_has"]
+__all__ = [
+    "OWN_WARNINGS",
+    "Muon",
+    "forget_redistributions",
+    "ignore_its_own_warnings",
+    "not_with_2_8",
+    "on_a_device_in_python",
+    "refusal",
+    "where_torch_has",
+    "without_chatter",
+]
 
 
+_OLD = Version(torch.__version__).release[:2] == (2, 8)
+#: By which torch warns of itself: in LBFGS, as it loads a checkpoint, in SequentialLR.
+OWN_WARNINGS = (
+    "Converting a tensor with requires_grad=True to a scalar", "TypedStorage is deprecated", "The epoch parameter",
+) if _OLD else ()  # fmt: skip
 _DEVICES = "_setup_privateuseone_for_python_backend"
 #: How a refusal begins, and whether this torch is one that is refused.
 _REFUSALS = {
@@ -48,6 +64,22 @@ def forget_redistributions() -> None:
     from torch.distributed.tensor import _redistribute
 
     _redistribute._gen_transform_infos.cache_clear()
+
+
+def not_with_2_8(why: str) -> pytest.MarkDecorator:
+    """Skips under torch 2.8, because of ``why``."""
+    return pytest.mark.skipif(_OLD, reason=f"torch {torch.__version__}: {why}")
+
+
+def ignore_its_own_warnings() -> None:
+    """Torch 2.8 warns of what it does itself; from now on that is no error in this process."""
+    for message in OWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def without_chatter(printed: str) -> str:
+    """What a program printed but for what torch 2.8's Gloo prints whenever ranks meet."""
+    return re.sub(r"^\[Gloo\] Rank \d+ is connected to .*\n", "", printed, flags=re.MULTILINE) if _OLD else printed
 
 
 #: Above a test that must get as far as to simulate.

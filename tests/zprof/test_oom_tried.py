@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.forked import python
 from tests.support.ranks import Pool
+from tests.support.torches import on_a_device_in_python
 from tests.support.zprof_command import WRITE_RESULTS
 from tests.support.zprof_traces import MIB, write_trace
 from zprof.rows import Row, RowKind, placed
@@ -125,6 +126,7 @@ def test_what_the_simulator_says_of_a_real_run_s_remedies_is_so(made: Path) -> N
     assert python("train.py", json.dumps(policy), at=made).returncode == 0
 
 
+@on_a_device_in_python
 def test_what_a_gpu_lacked_is_held_to_what_it_had(made: Path) -> None:
     found = body(made, "cuda")
     assert found["device_bytes"] == 144 * MIB and not found["as_it_ran"]["fits"]
@@ -154,6 +156,7 @@ def test_what_cannot_be_tried_is_said_in_a_line(made: Path, name: str, code: int
     assert found["code"] == code and said in found["err"].strip().splitlines()[-1] and found["out"] == ""
 
 
+@on_a_device_in_python
 def test_where_nothing_fits_that_is_the_answer(made: Path) -> None:
     found = result(made, "less")
     lines = found["out"].splitlines()
@@ -166,6 +169,7 @@ def test_where_nothing_fits_that_is_the_answer(made: Path) -> None:
     assert "the planner finds nothing: find_policy: expected a policy that fits device 1 MiB" in found["out"]
 
 
+@on_a_device_in_python
 def test_a_failure_that_the_simulator_has_not_proves_nothing(made: Path) -> None:
     found = result(made, "other")
     assert found["code"] == 1 and "  as it ran: fits: " in found["out"]

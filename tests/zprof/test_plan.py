@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from offload.policy import Policy
+from tests.support.torches import on_a_device_in_python
 from tests.support.virtual import on_virtual
 from zprof.cli import main
 
@@ -74,6 +75,7 @@ def test_the_best_are_printed_and_the_first_is_written_as_a_policy() -> None:
         assert again.exit_code == 1 and "exists already" in again.stderr
 
 
+@on_a_device_in_python
 @on_virtual()
 def test_where_nothing_fits_it_ends_with_three_and_one_line() -> None:
     with folder():
@@ -83,6 +85,7 @@ def test_where_nothing_fits_it_ends_with_three_and_one_line() -> None:
     assert len(said) == 1 and "The least needed, by simulation, is device " in said[0]
 
 
+@on_a_device_in_python
 @on_virtual()
 def test_a_step_that_needs_data_is_one_line_that_names_its_own() -> None:
     with folder():

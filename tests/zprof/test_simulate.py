@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import Pool
+from tests.support.torches import on_a_device_in_python
 from tests.support.zprof_command import WRITE_RESULTS, Zprof
 from tests.support.zprof_traces import spans_of
 from zprof.analysis.spans import lanes_of
@@ -162,6 +163,7 @@ def measures(zprof: Zprof, path: Path) -> dict[str, Any]:
     return found
 
 
+@on_a_device_in_python
 @pytest.mark.parametrize("name", ["small", "tiered"])
 def test_the_trace_says_what_the_simulation_says(made: Path, zprof: Zprof, name: str) -> None:
     found = json.loads(result(made, name)["out"])["simulation"]
@@ -174,6 +176,7 @@ def test_the_trace_says_what_the_simulation_says(made: Path, zprof: Zprof, name:
     assert seen["rss.peak"] is None and seen["rows.dropped"] == 0
 
 
+@on_a_device_in_python
 def test_nothing_of_this_computer_is_in_the_trace(made: Path) -> None:
     rows = list(rows_of(made / "small.zprof"))
     assert rows == list(rows_of(made / "again.zprof")) and len(rows) > 200
@@ -182,6 +185,7 @@ def test_nothing_of_this_computer_is_in_the_trace(made: Path) -> None:
     assert (header.simulated, header.world, header.host, header.pid) == ("h100", 16, "h100 (simulated)", 0)
 
 
+@on_a_device_in_python
 def test_transfers_and_operations_have_the_times_of_their_streams(made: Path) -> None:
     trace = Trace.open(made / "small.zprof")
     table, lanes = spans_of(trace), lanes_of(trace)
@@ -197,6 +201,7 @@ def test_transfers_and_operations_have_the_times_of_their_streams(made: Path) ->
     assert any(begin < end_too and begin_too < end for begin, end in found["gather"] for begin_too, end_too in compute)
 
 
+@on_a_device_in_python
 def test_the_text_says_what_to_do_next_and_a_jobs_own_words_go_to_stderr(made: Path) -> None:
     found = result(made, "text")
     assert found["code"] == 0 and found["out"].startswith("h100 x 2: ")
@@ -207,6 +212,7 @@ def test_the_text_says_what_to_do_next_and_a_jobs_own_words_go_to_stderr(made: P
     assert said["simulation"]["world"] == 16 and said["simulation"]["races"] == []
 
 
+@on_a_device_in_python
 @pytest.mark.parametrize(
     ("name", "code", "said"),
     [
@@ -238,6 +244,7 @@ def test_what_cannot_be_simulated_is_said_in_a_line_and_leaves_no_file(made: Pat
     assert "Traceback" not in found["err"] and not (made / f"{name}.zprof").exists()
 
 
+@on_a_device_in_python
 def test_a_step_that_the_hardware_cannot_hold_is_said_and_its_trace_shows_why(made: Path, zprof: Zprof) -> None:
     found = result(made, "huge")
     assert found["code"] == 3 and "\ndevice: does not fit: a step holds " in "\n" + found["err"]
@@ -245,6 +252,7 @@ def test_a_step_that_the_hardware_cannot_hold_is_said_and_its_trace_shows_why(ma
     assert zprof("check", made / "huge.zprof", "--max", "device.peak=24GiB").exit_code == 3
 
 
+@on_a_device_in_python
 def test_stages_of_a_pipeline_are_said_each_with_its_own_peak(made: Path) -> None:
     found = result(made, "staged")
     said = json.loads(found["out"])
@@ -252,6 +260,7 @@ def test_stages_of_a_pipeline_are_said_each_with_its_own_peak(made: Path) -> Non
     assert said["simulation"]["device"]["nbytes"] == max(stage["device"]["nbytes"] for stage in said["simulation"]["stages"])
 
 
+@on_a_device_in_python
 def test_a_first_step_that_the_hardware_cannot_hold_is_not_passed_over(made: Path) -> None:
     found = result(made, "first")
     said = json.loads(found["out"])
@@ -259,6 +268,7 @@ def test_a_first_step_that_the_hardware_cannot_hold_is_not_passed_over(made: Pat
     assert said["simulation"]["device"]["nbytes"] < said["capacity"]["device"], "the last step would fit"
 
 
+@on_a_device_in_python
 def test_ranks_that_are_slow_and_an_allocator_are_simulated_too(made: Path, zprof: Zprof) -> None:
     found = json.loads(result(made, "late")["out"])["simulation"]
     assert (found["rank"], result(made, "late")["code"]) == (5, 0) and 0 < found["waiting_s"] < found["step_s"]
@@ -268,12 +278,14 @@ def test_ranks_that_are_slow_and_an_allocator_are_simulated_too(made: Path, zpro
     assert measures(zprof, made / "late.zprof")["step.median_ms"] == pytest.approx(found["step_s"] * 1e3, rel=0.02)
 
 
+@on_a_device_in_python
 def test_requests_that_an_allocator_refuses_count_as_memory_that_lacks(made: Path) -> None:
     found = result(made, "full")
     assert json.loads(found["out"])["simulation"]["reserved"]["failed"] > 0
     assert found["code"] == 3 and "\nallocator: does not fit: " in "\n" + found["err"]
 
 
+@on_a_device_in_python
 def test_every_command_reads_it(made: Path, zprof: Zprof) -> None:
     plan = made / "tiered.zprof"
     for words in ("report", "timeline -o page.html", "flamegraph -o flames.html", "check", "frag", "top --once"):

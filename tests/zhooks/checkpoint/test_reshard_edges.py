@@ -22,6 +22,7 @@ from offload.shards import ShardReader
 from tests.support.on_ranks import folder, from_first, on_ranks, place
 from tests.support.ranks import Pool
 from tests.support.resharding import Resharded, as_older, differences
+from tests.support.torches import not_with_2_8
 from tests.support.tp_gpt import divide, plain_gpt
 from tests.support.values import full, same, sharded
 
@@ -356,6 +357,7 @@ def loads_tp_first(path: str, match: str) -> None:
     assert all(torch.equal(sharded(param).full_tensor(), values[name]) for name, param in run.model.named_parameters())
 
 
+@not_with_2_8("parallelize_module itself refuses such a mesh")
 @ON_FOUR
 def test_a_mesh_with_tp_first_is_read_right_or_refused(ranks: Ranks, tmp_path: Path, world: int) -> None:
     ranks(world).run(f"{__name__}:saves_tp_first", path=str(tmp_path))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.support.matrix_optimizers import MATRIX_OPTIMIZERS, net
 from tests.support.on_ranks import folder, on_ranks, place
 from tests.support.pipelines import mesh_of as pipeline_mesh
 from tests.support.ranks import Pool
+from tests.support.torches import not_with_2_8
 from tests.support.tp_gpt import Gpt, batch, loss_of, plain_gpt
 from tests.support.tp_runs import attached, mesh_of
 from tests.support.values import same, whole
@@ -222,6 +224,7 @@ def test_states_that_one_rank_keeps_whole_go_through(ranks: Ranks, tmp_path: Pat
 # ---- beside training
 
 
+@not_with_2_8("its async_save copies into plain tensors, which sharded ones refuse")
 @on_ranks(2, policy=({"stage": 3}, {"stage": 3} | DISK, {"stage": 1} | OVERLAP))
 def test_an_asynchronous_save_has_what_was_there_when_it_was_called(policy: dict[str, Any]) -> None:
     job = Job(policy)
@@ -247,7 +250,8 @@ def test_a_rank_that_saves_by_itself_is_refused() -> None:
     job, refused = Job({"stage": 3}), r"expected all ranks to save together.*attachment\.save\(folder\)"
     groups = [dist.new_group([rank]) for rank in range(2)]
     ways: tuple[dict[str, Any], ...] = (
-        {"no_dist": True}, {"process_group": groups[place()[0]]}, {"use_collectives": False}
+        {"no_dist": True}, {"process_group": groups[place()[0]]},
+        *([{"use_collectives": False}] if "use_collectives" in signature(dcp.save).parameters else []),
     )  # fmt: skip
     with folder() as path, by_itself():
         for number, way in enumerate(ways):
@@ -279,6 +283,7 @@ def any_ranges(held: dict[str, Any]) -> bool:
     return any(isinstance(value, zhooks.ShardedTensor) for value in held.values())
 
 
+@not_with_2_8("its writer for Hugging Face keeps whole tensors only")
 @on_ranks(2)
 def test_a_storage_that_keeps_one_chunk_of_a_tensor_is_refused_on_every_rank() -> None:
     job = Job({"stage": 3})

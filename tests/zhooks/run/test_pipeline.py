@@ -31,6 +31,7 @@ from tests.support.pipelines import (
     share,
 )
 from tests.support.slow import slow
+from tests.support.torches import not_with_2_8
 from zhooks.plan.device_budget import device_floor
 
 # Each has several micro-batches, and a change of momentum shows from the second on.
@@ -142,6 +143,7 @@ def test_units_kept_until_backward_are_gathered_once_a_step() -> None:
     run.close()
 
 
+@not_with_2_8("its schedules have no eval")
 @on_ranks(4)
 def test_evaluation_between_steps_changes_nothing() -> None:
     run = Run(2, "1f1b", {"stage": 3})

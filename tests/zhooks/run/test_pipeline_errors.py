@@ -19,6 +19,7 @@ from offload.errors import AttachError, DivergenceError, PolicyError
 from tests.support.on_ranks import on_ranks
 from tests.support.pipelines import Pipeline, Run, batch_of, loss_of, mesh_of, mine_of, parts, pipeline, share
 from tests.support.slow import slow
+from tests.support.torches import not_with_2_8
 from tests.support.values import sharded
 
 #: A stage's methods are called one by one here; in newer torches a schedule also gives it the buffers that it receives into.
@@ -78,6 +79,7 @@ def test_after_a_step_abandoned_in_the_middle_a_new_one_is_the_plain_models(wher
         run.close()
 
 
+@not_with_2_8("a stage runs in a schedule only")
 @by_hand
 @on_ranks(4)
 def test_a_backward_out_of_order_is_torchs_own_error_and_the_next_step_is_right() -> None:
@@ -103,6 +105,7 @@ def test_a_backward_out_of_order_is_torchs_own_error_and_the_next_step_is_right(
     assert stage.fwd_cache is held and type(held) is dict, "nothing of torch's stage was replaced"
 
 
+@not_with_2_8("a stage runs in a schedule only")
 @by_hand
 @on_ranks(4)
 def test_a_step_between_forward_and_backward_is_found_as_in_the_plain_model() -> None:
@@ -140,6 +143,7 @@ def test_a_rank_that_attaches_more_stages_than_another_is_told_so() -> None:
     one.detach()
 
 
+@not_with_2_8("a stage runs in a schedule only")
 @on_ranks(2)
 def test_a_stage_attached_without_its_mesh_is_refused_before_it_mixes_with_another() -> None:
     mesh, layer = mesh_of(2, 1), nn.Linear(4, 4)
@@ -153,6 +157,7 @@ def test_a_stage_attached_without_its_mesh_is_refused_before_it_mixes_with_anoth
     attachment.detach()
 
 
+@not_with_2_8("a stage runs in a schedule only")
 @on_ranks(2)
 def test_updates_in_backward_are_refused_in_a_pipeline() -> None:
     mesh = mesh_of(2, 1)
