@@ -21,6 +21,7 @@ import zhooks
 from tests.support.on_ranks import place
 from tests.support.pipelines import Pipeline, pipeline
 from tests.support.resharding import policy_of
+from tests.support.torches import forget_redistributions
 
 # Whatever 2, 3 and 4 ranks divide.
 VOCABULARY, DIM, SEQUENCE, ROWS, BLOCKS = 12, 12, 4, 12, 6
@@ -67,6 +68,7 @@ def part_of(stage: int, stages: int, seed: int) -> Part:
 
 def divided(part: Part, tp: DeviceMesh) -> Part:
     """The same over the ranks of ``tp``."""
+    forget_redistributions()
     plan: dict[str, Any] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),

@@ -166,6 +166,7 @@ def test_what_four_ranks_save_loads_on_one_two_and_four(
 # ---- other models
 
 
+@not_with_2_8("its fully_shard adds gradients up over Gloo, where it should average them")
 def test_a_plain_model_and_fsdp2_load_what_an_attached_one_saved_and_the_other_way_round(ranks: Ranks, tmp_path: Path) -> None:
     check(ranks, tmp_path / "ours", (2, {"stage": 3}), [(1, "plain"), (2, "fsdp2")], kind="linear")
     check(ranks, tmp_path / "theirs", (2, "fsdp2"), [(2, {"stage": 3} | HOST)], kind="linear")
