@@ -61,9 +61,10 @@ def forget_redistributions() -> None:
 
     It takes the placement of the first, with the mask of the rows that are not here, for that of the second.
     """
-    from torch.distributed.tensor import _redistribute
+    if _OLD:
+        from torch.distributed.tensor import _redistribute
 
-    _redistribute._gen_transform_infos.cache_clear()
+        _redistribute._gen_transform_infos.cache_clear()
 
 
 def not_with_2_8(why: str) -> pytest.MarkDecorator:
