@@ -266,7 +266,7 @@ def test_saved_states_are_not_dropped_because_the_optimizer_is_built_after_the_l
     with folder() as path:
         run.save(path / "run")
         run.attachment.detach()
-        model = net(seed=5)
+        model: Any = net(seed=5)
         attachment = zhooks.attach(model)
         before = full(model)
         loads: list[Any] = [attachment.load, attachment.resume]
