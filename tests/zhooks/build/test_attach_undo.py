@@ -38,7 +38,7 @@ LATER = (
     "zhooks.build.shard.scratch_for",
     "zhooks.build.shard.Materializer",
     "zhooks.build.shard.shard_states",
-    "zhooks.attach.rest_reserve",
+    "zhooks.attachment.change.rest_reserve",
     "zhooks.run.runtime.Runtime.take",
     "zhooks.activation.saved.open_stash",
     "zhooks.activation.saved.open_partition",
