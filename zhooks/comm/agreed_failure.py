@@ -37,7 +37,12 @@ SAME_CALLS = (
 _ADVICE = (
     f"{SAME_CALLS} If a rank is only slow, raise [comm] timeout_s. To continue, call attachment.recover() on every rank."
 )
-_OUTPUT = "Look at that rank's own output first."
+#: What has become of a rank whose process has ended, and what to do about it.
+GONE = "gone: killed, stopped by an error of its own, or at the end of its script"
+OWN_OUTPUT = (
+    "Look at that rank's own output first. If it shows no error, the rank ended without making this call: call save, load, "
+    "detach and the like on all ranks, not under `if rank == 0:`."
+)
 
 
 class Interrupted(Protocol):
@@ -69,7 +74,7 @@ class Verdict:
         me = axis.ranks[axis.rank]
         expected = f"rank {me} in {call.what} {call.key}: expected every rank of axis {axis.name} to make the same call"
         if self.kind == "gone":
-            why = f"{expected}, found {self.who} gone: killed, or ended by an error of its own{self.found}. {_OUTPUT}"
+            why = f"{expected}, found {self.who} {GONE}{self.found}. {OWN_OUTPUT}"
         elif self.kind == "late":
             why = f"{expected} within {self.within_s} s, found {self.who} late; {self.found}. {_ADVICE}"
         else:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.errors import DivergenceError
-from zhooks.comm.agreed_failure import SAME_CALLS, AgreedFailure, grace_of
+from zhooks.comm.agreed_failure import GONE, OWN_OUTPUT, SAME_CALLS, AgreedFailure, grace_of
 from zhooks.comm.transport import Call
 from zhooks.layout import Axis
 
@@ -156,10 +156,7 @@ def interrupt_group(group: dist.ProcessGroup, axis: Axis) -> None:
 
 def gone(call: Call, axis: Axis, who: str, found: str = "") -> DivergenceError:
     """The error of a rank whose peers have ended; ``who`` of them, and what the backend found."""
-    return DivergenceError(
-        f"{_expected(call, axis)}, found {who} gone: killed, or ended by an error of its own{found}. Look at that rank's own "
-        "output first."
-    )
+    return DivergenceError(f"{_expected(call, axis)}, found {who} {GONE}{found}. {OWN_OUTPUT}")
 
 
 def late(call: Call, axis: Axis, timeout: timedelta | None, found: str) -> DivergenceError:

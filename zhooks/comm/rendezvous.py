@@ -20,7 +20,7 @@ from offload import errors
 from offload.errors import AttachError, DivergenceError, ZhooksError
 from offload.policy import Policy
 from offload.shards import launched_among
-from zhooks.comm.agreed_failure import AgreedFailure
+from zhooks.comm.agreed_failure import GONE, OWN_OUTPUT, AgreedFailure
 from zhooks.comm.processes import Process, ended
 from zhooks.comm.virtual_group import BACKEND
 
@@ -174,8 +174,7 @@ class Meeting:
                 if over:
                     raise DivergenceError(
                         f"rank {self._rank} in {self._verb}: expected every rank to reach the {what}, found "
-                        f"{' and '.join(f'rank {rank}' for rank in over)} gone: killed, or ended by an error of its own. Look "
-                        "at that rank's own output first."
+                        f"{' and '.join(f'rank {rank}' for rank in over)} {GONE}. {OWN_OUTPUT}"
                     ) from failed
                 if failed is not None or late:
                     raise DivergenceError(self._absent(what, failed)) from failed
