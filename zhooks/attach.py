@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -54,6 +54,9 @@ from zhooks.tensor import Overflow, Registries
 from zhooks.unit import Pool, Unit
 
 Batch = TypeVar("Batch")
+
+
+_IN_PLACE = "attach changes the model in place, so keep using the model"
 
 
 def attach(
@@ -197,6 +200,16 @@ class Attachment(
         self._replanning = None if choice is None else self._watched(choice)
         if self._replanning is not None:
             begin(self._replanning)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """For who takes it for a wrapper, as other libraries return one."""
+        raise TypeError(f"Attachment: {_IN_PLACE}: model(...).")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            instead = f"; {_IN_PLACE}: model.{name}" if hasattr(nn.Module, name) else ""
+            raise AttributeError(f"Attachment: expected an attribute of it, found {name}{instead}.", name=name, obj=self)
 
     def _training_begins(self) -> None:
         """A training pass begins, on every rank.  Collective."""

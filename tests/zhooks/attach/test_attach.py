@@ -68,6 +68,19 @@ def test_globs_that_match_nothing_here_are_described_and_warned_of_once() -> Non
     assert told == [f"Matches nothing here: {rule}."]
 
 
+@on_ranks(1)
+def test_who_takes_the_attachment_for_the_model_is_told_to_keep_using_the_model() -> None:
+    model = net()
+    attachment: Any = zhooks.attach(model)
+    with pytest.raises(TypeError, match=r"changes the model in place, so keep using the model: model\(\.\.\.\)"):
+        attachment(batch(0))
+    with pytest.raises(AttributeError, match=r"keep using the model: model\.parameters\."):
+        attachment.parameters()
+    with pytest.raises(AttributeError, match=r"found nothing_of_ours\.$"):
+        attachment.nothing_of_ours()
+    assert attachment.state_dict()["model"].keys() == model.state_dict().keys()
+
+
 # ---- detach
 
 
