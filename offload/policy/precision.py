@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from offload.documents import Place, Table, words
-from offload.policy.tables import DTYPES, Dtype, Optimizer
+from offload.policy.tables import DTYPES, DTYPES_ELSEWHERE, Dtype, Optimizer
 
 __all__ = ["Precision", "misscaled", "uncast"]
 
@@ -28,18 +28,21 @@ class Precision(Table):
     param: Dtype | None = words(
         None,
         expected=DTYPES,
+        meant=DTYPES_ELSEWHERE,
         does="The dtype parameters are gathered and computed in; BatchNorm and InstanceNorm keep their own.",
         why="Unset keeps each parameter's own dtype, so that attach by itself does not change results.",
     )
     reduce: Dtype | None = words(
         None,
         expected=DTYPES,
+        meant=DTYPES_ELSEWHERE,
         does="The dtype gradients are summed in.",
         why="Unset is fp32 if param is set, else the gradient's own dtype, because 16 bits lose most in long sums.",
     )
     output: Dtype | None = words(
         None,
         expected=DTYPES,
+        meant=DTYPES_ELSEWHERE,
         does="The dtype that floating-point outputs of the outermost module are cast to.",
         why="Unset leaves outputs as the model computed them; a loss function usually casts to fp32 itself.",
     )

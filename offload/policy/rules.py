@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from offload.documents import Name, Table, words
-from offload.policy.tables import DTYPES, TIERS, TIERS_ELSEWHERE, Dtype, TierName
+from offload.policy.tables import DTYPES, DTYPES_ELSEWHERE, TIERS, TIERS_ELSEWHERE, Dtype, TierName
 from offload.tier import Tier, Tiers
 
 __all__ = ["CELLS", "Dtypes", "Rule", "RuleCell", "RulePrecision", "Tiers", "dtypes_of", "ruled_keys", "tiers_of"]
@@ -41,12 +41,14 @@ class RulePrecision(Table):
     param: Dtype | None = words(
         None,
         expected=DTYPES,
+        meant=DTYPES_ELSEWHERE,
         does="The dtype the parameters that match are gathered and computed in.",
         why="Unset leaves it to [precision] param.",
     )
     reduce: Dtype | None = words(
         None,
         expected=DTYPES,
+        meant=DTYPES_ELSEWHERE,
         does="The dtype the gradients of the parameters that match are summed in.",
         why="Unset leaves it to [precision] reduce.",
     )

@@ -72,8 +72,13 @@ DTYPES = '"fp32", "bf16" or "fp16"'
 _SIZES = 'bytes or a size like "20 GiB"'
 _AMOUNTS = 'bytes, a size like "20 GiB" or a share like "80%"'
 TIERS = '"device", "host" or "disk"'
-#: What users of other libraries call them.
+#: What users of other libraries call them; and torch's names of dtypes.
 TIERS_ELSEWHERE = {"gpu": "device", "cuda": "device", "cpu": "host", "nvme": "disk"}
+DTYPES_ELSEWHERE = {
+    f"{at}{name}": ours
+    for name, ours in {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}.items()
+    for at in ("", "torch.")
+}
 _AUTO = 'true, false or "auto"'
 _BOOL = "true or false"
 
@@ -314,7 +319,8 @@ class Budget(Table):
     device: Amount | None = words(
         None,
         expected=_AMOUNTS,
-        does="Device memory in total: what is stored there, gathered units in flight, units kept until backward.",
+        does="Device memory per rank for what is stored there, gathered units in flight and units kept until backward. "
+        "Activations are not counted: leave room for them.",
         why="Unset sets no bound and keeps only the last unit.",
     )
     host: Amount | None = words(

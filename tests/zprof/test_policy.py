@@ -164,9 +164,9 @@ def test_show_says_what_a_model_costs_and_whether_the_budgets_hold_it(zprof: Zpr
 # | sum       |        |                          |         |             | 14.67 GiB |
 # +-----------------------------------------------------------------------------------+
 # Temporary buffers come on top: gathered units, partial gradients, buffers in transit between tiers.
-# [budget] device: needs 4.89 GiB; 5.00 GiB holds it
-# [budget] host: needs 0.00 GiB; 80% of what is free, known only at attach
-# [budget] disk: needs 9.78 GiB; 10.00 GiB holds it
+# [budget] device: needs 4.89 GiB per rank; 5.00 GiB holds it
+# [budget] host: needs 0.00 GiB per rank; 80% of what is free, known only at attach
+# [budget] disk: needs 9.78 GiB per rank; 10.00 GiB holds it
 """
     )
     Path("shown.toml").write_text(result.stdout)
@@ -177,7 +177,7 @@ def test_a_budget_that_does_not_hold_it_is_exit_code_3(zprof: Zprof) -> None:
     Path("policy.toml").write_text(PLACED)
     result = zprof("policy", "show", "policy.toml", "--params", "7B", "--ranks", "7")
     assert result.exit_code == 3
-    assert "# [budget] device: needs 5.59 GiB; 5.00 GiB does not hold it" in result.stdout
+    assert "# [budget] device: needs 5.59 GiB per rank; 5.00 GiB does not hold it" in result.stdout
     assert zprof("policy", "show", "policy.toml", "--params", "7B", "--json").exit_code == 3
 
 

@@ -132,7 +132,7 @@ MISTAKES = {
     ),
     "dtype": (
         '[precision]\nparam = "float16"\n',
-        'policy.toml:2: [precision] param: expected "fp32", "bf16" or "fp16", found "float16"',
+        'policy.toml:2: [precision] param: expected "fp32", "bf16" or "fp16", found "float16"; did you mean "fp16"?',
     ),
     "size": (
         '[budget]\ndevice = "20 G"\n',

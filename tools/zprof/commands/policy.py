@@ -166,7 +166,7 @@ def _commented(loaded: Policy, ignored: list[str], spent: Cost | None) -> Iterat
         if tier.budget is not None or tier.nbytes:
             held = {True: "holds it", False: "does not hold it", None: "of what is free, known only at attach"}[tier.holds]
             allowed = "no bound" if tier.budget is None else f"{_gib(tier.budget)} {held}"
-            yield f"[budget] {tier.tier.value}: needs {_gib(tier.nbytes)}; {allowed}"
+            yield f"[budget] {tier.tier.value}: needs {_gib(tier.nbytes)} per rank; {allowed}"
 
 
 def _table(spent: Cost) -> list[str]:
