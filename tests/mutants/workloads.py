@@ -185,7 +185,9 @@ def watching(attachment: zhooks.Attachment, model: nn.Module, optimizer: torch.o
                 if isinstance(state, zhooks.ShardedTensor):
                     state.to_local().sum()
 
-    handles = [module.register_full_backward_hook(look) for module in model.modules() if not list(module.children())]
+    # Not of what is given integers: torch warns where no input needs a gradient.
+    leaves = [module for module in model.modules() if not list(module.children()) and not isinstance(module, nn.Embedding)]
+    handles = [module.register_full_backward_hook(look) for module in leaves]
     unclipped(attachment, model, optimizer, specimen)
     for handle in handles:
         handle.remove()
