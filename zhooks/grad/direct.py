@@ -21,6 +21,9 @@ from zhooks.unit import Flat
 
 __all__ = ["refuse_saved", "watch_direct"]
 
+#: As torch does from there on; older ones are tried, see `_unpacking_loses_hooks`.
+_KEEPS_HOOKS = Version(torch.__version__) >= Version("2.13")
+
 
 def watch_direct(flat: Flat, node: Node) -> None:
     """Hear of gradients that autograd accumulates into parameters of ``flat`` itself; again changes nothing."""
@@ -40,6 +43,8 @@ def refuse_saved(param: Any) -> None:
     Raises:
         ShardedOpError: torch would lose the hooks of `watch_direct` when the parameter is unpacked.
     """
+    if _KEEPS_HOOKS:
+        return
     with torch._C.DisableTorchFunctionSubclass():
         watched = isinstance(param, ShardedTensor) and param.is_leaf and bool(param._backward_hooks)
     if watched and _unpacking_loses_hooks():
@@ -53,8 +58,6 @@ def refuse_saved(param: Any) -> None:
 @cache
 def _unpacking_loses_hooks() -> bool:
     """Whether a leaf has no hooks any more once hooks like ours have unpacked it, as in torch 2.8."""
-    if Version(torch.__version__) >= Version("2.13"):
-        return False
     heard: list[Tensor] = []
 
     class _Saves(torch.autograd.Function):

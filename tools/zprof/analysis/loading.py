@@ -43,7 +43,8 @@ class Loader:
 
     Attributes:
         workers, batch, prefetch: as its arguments are; None where they are not known. persistent, pinned: as well.
-        wait_ns: for it a step. first_ns, starting_ns: of that, for the first batch of an epoch, and until workers had started.
+        wait_ns: waited for it, per step. first_ns, starting_ns: of that, for the first batch of an epoch, and until workers had
+            started.
         epochs: first batches.
     """
 
