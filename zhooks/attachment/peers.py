@@ -81,10 +81,7 @@ class Resumable(Stateful):
         self._runtime.due()
         ranks = AllRanks(self._comm.stage, "resume", "")
         given = ranks.run(lambda: _listed(folders))
-        chosen = self._chosen("resume", optimizer)
-        self._check_reload("resume", chosen)
-        model_only = optimizer is not None and not chosen
-        live = ranks.run(lambda: self._live("resume", chosen, objects, model_only=model_only))
+        live = self._to_load(ranks, "resume", optimizer, objects)
         with self._steps.changing("resume"):
             found = checkpoint.resume(live, self._opened(ranks) if self._has_memory(ranks) else None, given, ranks)
         if found is None:

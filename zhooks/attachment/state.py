@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -324,11 +325,7 @@ class Stateful:
         self._check_at_rest("load")
         self._finish_saving("load")
         self._runtime.due()
-        chosen = self._chosen("load", optimizer)
-        self._check_reload("load", chosen)
-        model_only = optimizer is not None and not chosen
-        ranks = AllRanks(self._comm.stage, "load", shown_path(folder))
-        live = ranks.run(lambda: self._live("load", chosen, objects, model_only=model_only))
+        live = self._to_load(AllRanks(self._comm.stage, "load", shown_path(folder)), "load", optimizer, objects)
         with self._steps.changing("load"):
             extra = checkpoint.load(live, folder)
         self._loaded()
@@ -368,14 +365,15 @@ class Stateful:
                 "that are in [units] ignore. Pass all of them: optimizer=[...], or () for none."
             )
 
+    def _to_load(self, ranks: AllRanks, verb: str, optimizer: Any, objects: Mapping[str, Any] | None) -> checkpoint.RunState:
+        """The run that is loaded into; with ``optimizer`` () its model alone.  Collective."""
+        chosen = self._chosen(verb, optimizer)
+        self._check_reload(verb, chosen)
+        model_only = optimizer is not None and not chosen
+        return ranks.run(lambda: replace(self._live(verb, chosen, objects), model_only=model_only))
+
     def _live(
-        self,
-        verb: str,
-        optimizers: tuple[Any, ...],
-        objects: Mapping[str, Any] | None,
-        extra: Mapping[str, Any] | None = None,
-        *,
-        model_only: bool = False,
+        self, verb: str, optimizers: tuple[Any, ...], objects: Mapping[str, Any] | None, extra: Mapping[str, Any] | None = None
     ) -> checkpoint.RunState:
         checkpoint.check_handed(verb, objects, extra)
         check_holds(optimizers, self.model, verb)
@@ -384,5 +382,5 @@ class Stateful:
         reducer = self._runtime.reducer
         return checkpoint.RunState(
             self.model, self._units, self._comm, reducer, self._bus, optimizers, objects, about, self._runtime.scaling,
-            partial(self._tiers.adopt, optimizers), self._rounding, self._ignored, model_only,
+            partial(self._tiers.adopt, optimizers), self._rounding, self._ignored,
         )
