@@ -29,20 +29,13 @@ from zhooks.layout import Axis
 #: How long a roll call waits for ranks that may be alive, at most; see Note [Roll call].
 GRACE_S = 2.0
 _PAUSE_S = 0.02
+_ON_ALL = "call save, load, detach and the like on all ranks, not under `if rank == 0:`"
 #: What to do about ranks whose calls differ.
-SAME_CALLS = (
-    "Let every rank run the same model code, and call save, load, detach and the like on all ranks, not under `if rank == 0:`; "
-    "where ranks drop layers, set [schedule] uneven = true."
-)
-_ADVICE = (
-    f"{SAME_CALLS} If a rank is only slow, raise [comm] timeout_s. To continue, call attachment.recover() on every rank."
-)
+SAME_CALLS = f"Let every rank run the same model code, and {_ON_ALL}; where ranks drop layers, set [schedule] uneven = true."
+_ADVICE = f"{SAME_CALLS} If a rank is only slow, raise [comm] timeout_s. To continue, call attachment.recover() on every rank."
 #: What has become of a rank whose process has ended, and what to do about it.
 GONE = "gone: killed, stopped by an error of its own, or at the end of its script"
-OWN_OUTPUT = (
-    "Look at that rank's own output first. If it shows no error, the rank ended without making this call: call save, load, "
-    "detach and the like on all ranks, not under `if rank == 0:`."
-)
+OWN_OUTPUT = f"Look at that rank's own output first. If it shows no error, the rank ended without making this call: {_ON_ALL}."
 
 
 class Interrupted(Protocol):
@@ -194,9 +187,7 @@ class AgreedFailure:
         elif apart:
             verdict = Verdict("apart", (), apart)
         else:
-            verdict = Verdict(
-                "apart", (), f"all ranks are alive, but their calls did not finish: {mine}. {_ADVICE}"
-            )
+            verdict = Verdict("apart", (), f"all ranks are alive, but their calls did not finish: {mine}. {_ADVICE}")
         progress = describe_progress({rank: Progress(**said[3]) for rank, said in seen.items() if said[3] is not None})
         self._say("verdict", json.dumps([verdict.kind, verdict.ranks, verdict.found, verdict.within_s, progress]))
 
@@ -206,5 +197,3 @@ class AgreedFailure:
 
     def _has(self, what: str) -> bool:
         return bool(self._store.check([f"{self._at}/{what}"]))
-
-
