@@ -23,8 +23,8 @@ def unmatched(model: nn.Module, units: Sequence[Unit], policy: Policy) -> list[s
 
 
 def warn_of_unmatched(model: nn.Module, units: Sequence[Unit], policy: Policy, comm: Comm) -> None:
-    """Say it once, from rank 0.  No error: one policy may serve several models, and a stage of a pipeline lacks some layers."""
-    if comm.pipelined or comm.world.axis.ranks[comm.world.axis.rank]:
+    """Say it once, from the first rank.  No error: one policy may serve several models; a stage of a pipeline lacks layers."""
+    if comm.pipelined or comm.stage.axis.rank:
         return
     for text in unmatched(model, units, policy):
         warnings.warn(
