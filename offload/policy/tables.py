@@ -320,7 +320,7 @@ class Budget(Table):
         None,
         expected=_AMOUNTS,
         does="Device memory per rank for what is stored there, gathered units in flight and units kept until backward. "
-        "Activations are not counted: leave room for them.",
+        "Activations are not counted: leave memory for them.",
         why="Unset sets no bound and keeps only the last unit.",
     )
     host: Amount | None = words(
