@@ -55,7 +55,6 @@ from zhooks.unit import Pool, Unit
 
 Batch = TypeVar("Batch")
 
-
 _IN_PLACE = "attach changes the model in place, so keep using the model"
 
 

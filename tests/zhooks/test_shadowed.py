@@ -15,6 +15,11 @@ import pytest
 from tests.support.paths import ROOT
 
 
+def run(script: str, at: Path) -> subprocess.CompletedProcess[str]:
+    told = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, script], cwd=at, env=told, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(
     ("script", "found"),
     [("offload.py", "offload.py"), ("train.py", "offload.py"), ("train.py", "offload/__init__.py")],
@@ -25,9 +30,7 @@ def test_a_file_called_offload_is_named_as_the_reason_why_zhooks_cannot_be_impor
     for each in (found, script):
         (tmp_path / each).parent.mkdir(exist_ok=True)
         (tmp_path / each).write_text('print("ran")\nimport zhooks\n')
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
+    done = run(script, tmp_path)
     assert done.returncode == 1 and done.stdout == "ran\n"
     assert f"ImportError: zhooks: expected its package offload, found {tmp_path / found}, " in done.stderr
 
@@ -35,7 +38,5 @@ def test_a_file_called_offload_is_named_as_the_reason_why_zhooks_cannot_be_impor
 def test_a_folder_called_offload_without_code_of_that_name_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "offload").mkdir()
     (tmp_path / "train.py").write_text("import zhooks.errors_of_nobody")
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
+    done = run("train.py", tmp_path)
     assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'zhooks.errors_of_nobody'"
