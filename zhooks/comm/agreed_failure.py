@@ -32,7 +32,9 @@ _PAUSE_S = 0.02
 _ON_ALL = "call save, load, detach and the like on all ranks, not under `if rank == 0:`"
 #: What to do about ranks whose calls differ.
 SAME_CALLS = f"Let every rank run the same model code, and {_ON_ALL}; where ranks drop layers, set [schedule] uneven = true."
-_ADVICE = f"{SAME_CALLS} If a rank is only slow, raise [comm] timeout_s. To continue, call attachment.recover() on every rank."
+#: What to do then, where all ranks are alive.
+TO_CONTINUE = "To continue, call attachment.recover() on every rank."
+_ADVICE = f"{SAME_CALLS} If a rank is only slow, raise [comm] timeout_s. {TO_CONTINUE}"
 #: What has become of a rank whose process has ended, and what to do about it.
 GONE = "gone: killed, stopped by an error of its own, or at the end of its script"
 OWN_OUTPUT = f"Look at that rank's own output first. If it shows no error, the rank ended without making this call: {_ON_ALL}."

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["LastInputs", "Progress", "describe_progress"]
+__all__ = ["LastInputs", "Progress", "by_rank", "describe_progress"]
 
 #: So many ranks are named one by one, and so many tensors of a forward are kept.
 _NAMED, _KEPT = 4, 64
@@ -59,19 +59,19 @@ def describe_progress(ranks: Mapping[int, Progress]) -> str:
         return ""
     steps = {rank: f"step {one.step}" for rank, one in ranks.items()}
     if len(set(steps.values())) > 1:
-        return f"Steps: {_by_rank(steps)}."
+        return f"Steps: {by_rank(steps)}."
     said = next(iter(steps.values())).capitalize()
     if len(ranks) == 1:
         return f"{said} on rank {next(iter(ranks))}."
     for place, column in enumerate(zip_longest(*(one.inputs for one in ranks.values()), fillvalue="nothing")):
         if len(set(column)) > 1:
             which = f" (tensor {place})" if max(len(one.inputs) for one in ranks.values()) > 1 else ""
-            return f"{said}; inputs of the last forward{which}: {_by_rank(dict(zip(ranks, column, strict=True)))}."
+            return f"{said}; inputs of the last forward{which}: {by_rank(dict(zip(ranks, column, strict=True)))}."
     return f"{said}."
 
 
-def _by_rank(held: Mapping[int, str]) -> str:
-    """Who has something else than most have."""
+def by_rank(held: Mapping[int, str]) -> str:
+    """What each rank has, those first that have something else than most."""
     common, count = Counter(held.values()).most_common(1)[0]
     majority = count > len(held) / 2
     named = [rank for rank in held if not (majority and held[rank] == common)]

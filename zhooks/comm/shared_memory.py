@@ -20,13 +20,14 @@ from torch import Tensor
 
 from offload.errors import DivergenceError
 from offload.work import Work
-from zhooks.comm.agreed_failure import AgreedFailure
+from zhooks.comm.agreed_failure import SAME_CALLS, TO_CONTINUE, AgreedFailure
 from zhooks.comm.lost_rank import LOOK_S, Waits, gone, late
 from zhooks.comm.processes import machine
 from zhooks.comm.ranges import ScatteredBytes, copy
 from zhooks.comm.rendezvous import Meeting
 from zhooks.comm.shared_memory_ring import SLOT, SMALL_SLOT, Message, Ring
 from zhooks.comm.transport import CHANNELS, CONTROL, Call, Nbytes, Transport, TwoSteps
+from zhooks.comm.wait_board import WaitBoard
 from zhooks.layout import Axis, Layout
 
 SPIN_S = 0.002
@@ -40,14 +41,18 @@ class SharedMemory:
     name = "shm"
     closed = False
 
-    def __init__(self, axis: Axis, timeout_s: float, rings: list[Ring], failure: AgreedFailure | None = None) -> None:
+    def __init__(
+        self, axis: Axis, timeout_s: float, rings: list[Ring], board: WaitBoard, failure: AgreedFailure | None = None
+    ) -> None:
         self.axis = axis
         self._timeout_s = timeout_s
         self._failure, self._patience_s = failure, Waits(axis, timeout_s, failure).patience_s or timeout_s
-        self._rings = rings
+        self._rings, self._board = rings, [board]
+        #: Where it is noted that this rank waits here: of this axis, and of those that have all of its ranks.
+        self.boards = self._board
         #: What is served while this rank waits: a rank that waits here may owe a message to one that waits elsewhere.
         self.served = rings
-        self.nbytes = sum(ring.total for ring in rings)
+        self.nbytes = sum(ring.total for ring in rings) + WaitBoard.nbytes(axis.world)
 
     @classmethod
     def open(
@@ -62,14 +67,14 @@ class SharedMemory:
         sizes = [Ring.nbytes(axis.world, slots, slot) for slots, slot in shapes]
         if meeting is None:
             return "there is no process group whose ranks could share memory"
-        memory = _share(axis, meeting, sum(sizes))
+        memory = _share(axis, meeting, sum(sizes) + WaitBoard.nbytes(axis.world))
         if isinstance(memory, str):
             return memory
         rings, offset = [], 0
         for (slots, slot), size in zip(shapes, sizes, strict=True):
             rings.append(Ring(memory, offset, axis, slots, slot))
             offset += size
-        return cls(axis, timeout_s, rings, failure)
+        return cls(axis, timeout_s, rings, WaitBoard(memory, offset, axis), failure)
 
     def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
         ring, rank = self._rings[call.channel], self.axis.rank
@@ -181,10 +186,12 @@ class SharedMemory:
     def renew(self, opened: Transport) -> None:
         assert isinstance(opened, SharedMemory)
         self._rings = self.served = opened._rings
+        self._board, self.boards = opened._board, opened.boards
 
     def close(self) -> None:
         self.closed = True
         self._rings = self.served = []
+        self._board = self.boards = []
 
     def _launch(self, ring: Ring, message: Message) -> Work:
         if ring.interrupted and self._failure is not None:
@@ -195,13 +202,20 @@ class SharedMemory:
 
     def finish(self, ring: Ring, message: Message) -> None:
         """Make progress until ``message`` is complete; the rings of all axes are served, so no rank starves another."""
-        started = looked = time.monotonic()
-        pause = 0.0
         if ring.interrupted and self._failure is not None:
             raise self._gone(ring, message)
+        try:
+            self._finish(ring, message)
+        finally:
+            self._moved()
+
+    def _finish(self, ring: Ring, message: Message) -> None:
+        started = looked = time.monotonic()
+        pause = 0.0
         while not message.done:
             if self._progress(message):
                 started, pause = time.monotonic(), 0.0
+                self._moved()
                 continue
             waited = time.monotonic() - started
             if waited > self._patience_s:
@@ -209,11 +223,30 @@ class SharedMemory:
             if started + waited - looked > LOOK_S:
                 looked = started + waited
                 # What a rank had written before it ended is still to be read.
-                if self._is_over(ring) and not self._progress(message):
-                    raise self._gone(ring, message)
+                if self._is_over(ring):
+                    if not self._progress(message):
+                        raise self._gone(ring, message)
+                    self._moved()
+                else:
+                    self._look(message)
             pause = 0.0 if waited < SPIN_S else min(0.001, pause + 0.00005)
             time.sleep(pause)
 
+    def _moved(self) -> None:
+        for board in self.boards:
+            board.moved()
+
+    def _look(self, message: Message) -> None:
+        """Note that this rank waits.
+
+        Raises:
+            DivergenceError: all ranks do, each for another.
+        """
+        if self._failure is None:
+            return
+        for stuck in [board for board in self.boards if board.look(message.call)]:
+            found = f"the ranks wait for each other in different calls: {stuck.describe()}. {SAME_CALLS} {TO_CONTINUE}"
+            raise self._failure.fail(message.call, self.axis, found, kind="apart")
 
     def _progress(self, message: Message) -> bool:
         """Anything moved.
@@ -270,6 +303,8 @@ def serve_together(transports: Iterable[Transport]) -> None:
     rings = [ring for transport in shared for ring in transport._rings]
     for transport in shared:
         transport.served = rings
+        here = set(transport.axis.ranks)
+        transport.boards = [board for other in shared for board in other._board if here <= set(board.axis.ranks)]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
