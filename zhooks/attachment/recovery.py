@@ -96,7 +96,7 @@ class Recovering:
         try:
             under_way = "a backward that updates" if self._runtime.updated_early else self._steps.under_way
             lost = self._runtime.abandon() or self._runtime.reducer.holds
-            saving = self._saving is not None and not self._saving.settled
+            saving = self._saving is not None and not self._saving.concluded
             meeting = Meeting("recover", "for time {0}")
             # The others may have begun to wait for this rank just now, and come when they have given it up.
             meeting.timeout_s = 2 * self.policy.comm.timeout_s

@@ -134,7 +134,7 @@ class Stateful:
         self._check_optimizers(optimizer, "load_state_dict")
         chosen = optimizer or next(iter(self._known), None)
         if chosen is not None:
-            self._optimizers.settle(chosen, "load_state_dict")
+            self._optimizers.choose_owners(chosen, "load_state_dict")
         with self._steps.changing("load_state_dict"):
             checkpoint.load_full_state(
                 self.model, self._units, self._comm, state, chosen, self._runtime.scaling.checked, self._ignored
@@ -284,7 +284,7 @@ class Stateful:
             CheckpointError: it failed, and nobody was told; once.
         """
         saving, self._saving = self._saving, None
-        if saving is not None and not saving.settled:
+        if saving is not None and not saving.concluded:
             try:
                 saving.wait()
             except CheckpointError as error:

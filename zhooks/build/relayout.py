@@ -40,7 +40,7 @@ def relayout_units(
         laid: called with each new flat; never collective.
         before: what units are built on that have not moved to another mesh yet; None where the mesh stays.
     Raises:
-        BudgetError, TierError: there is no room for a unit on some rank; that one and those after it are laid out as they were.
+        BudgetError, TierError: a unit does not fit on some rank; that one and those after it are laid out as they were.
             Where its states alone find none, it has moved, and those after it have not.
     """
     # Another layout divides them otherwise.
@@ -99,11 +99,11 @@ def _relayout_unit(
         _lay_out(unit, plan, values, context)
         there = True
     except DivergenceError:
-        # Nobody can be asked any more whether there is room.
+        # Nobody can be asked any more whether it fits.
         carried.clear()
         raise
     except Exception:
-        # Its values are here and nowhere else: the room they had a moment ago takes them back.
+        # Its values are here and nowhere else: the memory they had a moment ago takes them back.
         with before.unlimited():
             _lay_out(unit, known, kept, before)
         raise
@@ -123,7 +123,7 @@ def _relayout_unit(
 
 
 def _lay_out(unit: Unit, plan: UnitPlan, values: dict[int, Tensor], context: BuildContext) -> None:
-    """New flats for a unit whose parameters are sharded already, by this rank's ranges.  Collective: there is room on all
+    """New flats for a unit whose parameters are sharded already, by this rank's ranges.  Collective: it fits on all
     ranks, or on none."""
     unit.flats = []
     try:

@@ -209,7 +209,7 @@ class Saving:
     def __init__(self, folder: Path, ranks: AllRanks, writing: Writing | None, begun_ns: int, nbytes: int = 0) -> None:
         self.folder, self._ranks, self._writing, self._nbytes = folder, ranks, writing, nbytes
         self.begun_ns = begun_ns
-        self._settled = writing is None
+        self._concluded = writing is None
         self._failure = ""
 
     @property
@@ -225,15 +225,15 @@ class Saving:
         return Progress(self._writing.written, self._writing.total)
 
     @property
-    def settled(self) -> bool:
+    def concluded(self) -> bool:
         """Every rank knows how it ended."""
-        return self._settled
+        return self._concluded
 
     def give_up(self) -> None:
         """Some ranks have not begun it: it ends without a checkpoint, by itself, and no rank waits for it."""
-        if not self._settled and self._writing is not None:
+        if not self._concluded and self._writing is not None:
             self._writing.heard()
-            self._settled = True
+            self._concluded = True
             self._failure = (
                 f"save {shown_path(self.folder)}: expected every rank to begin it, found that some were interrupted. Save "
                 "again."
@@ -246,7 +246,7 @@ class Saving:
             CheckpointError: on every rank, naming the first that failed; nothing was committed.
         """
         writing = self._writing
-        if not self._settled and writing is not None:
+        if not self._concluded and writing is not None:
             if not writing.here:
                 raise CheckpointError(
                     f"save {shown_path(self.folder)}: expected the process that saves, found a fork of it. Wait in that "
@@ -255,7 +255,7 @@ class Saving:
             writing.join()
             failure = self._ranks.first_failure(None if isinstance(writing.error, FailedElsewhere) else writing.error)
             writing.heard()
-            self._settled = True
+            self._concluded = True
             if failure is not None:
                 self._failure = failure[2] if self._ranks.size == 1 else f"rank {failure[0]}: {failure[2]}"
             elif writing.error is not None:

@@ -1,6 +1,6 @@
 """What an attachment leaves as it is, where it writes or reads its whole state.
 
-The other modules of this package ask it.  A checkpoint of shards holds every rank's own values; a full state has room for one
+The other modules of this package ask it.  A checkpoint of shards holds every rank's own values; a full state can hold one
 value a name, so ranks that differ are refused.  It never touches what another attachment has sharded.
 
 Note: [Checksums in place of values]

@@ -106,7 +106,7 @@ def own_anew(optimizer: Optimizer, owners: Owners, before: Transport, shard: Tra
         got = from_owner(states, before, ranks, one.param.device) if ranks else None
         here = owner is None or shard.axis.rank == owner
         optimizer.state[one.param] = OwnedStates(states.name, owner, flags_of(states) if got is None else got, here=here)
-    owners.settle(optimizer, "apply")
+    owners.choose(optimizer, "apply")
 
 
 def _packed(states: OwnedStates, shard: Transport, name: str) -> Tensor:

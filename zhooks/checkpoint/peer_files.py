@@ -186,8 +186,8 @@ class _Bringing:
         first = {file: Part(self._manifest.files[file].nbytes, ranges) for file, ranges in headers.items()}
         self._move(first, headers, here)
         needed = self._ranks.run(lambda: _needed(self._run, self._saved(first), away))
-        room = sum(stop - start for each in needed.values() for start, stop in each.ranges)
-        self._ranks.run(lambda: self._check_room(room))
+        nbytes = sum(stop - start for each in needed.values() for start, stop in each.ranges)
+        self._ranks.run(lambda: self._check_memory(nbytes))
         parts = self._ranks.run(lambda: {file: self._part(first[file], each) for file, each in needed.items()})
         self._move(parts, {file: each.ranges for file, each in needed.items()}, here)
         self._parts |= parts
@@ -203,7 +203,7 @@ class _Bringing:
         part.write(0, first.bytes(*header))
         return part
 
-    def _check_room(self, nbytes: int) -> None:
+    def _check_memory(self, nbytes: int) -> None:
         try:
             preflight({Tier.HOST: nbytes}, ranks=self._run.comm.alike)
         except BudgetError as error:

@@ -276,7 +276,7 @@ class PeerMemory:
         """Count what this rank will keep.
 
         Raises:
-            CheckpointError: there is no room for it; nothing is counted.
+            CheckpointError: it does not fit; nothing is counted.
         """
         together = sum(need for rank, need in enumerate(needs) if self.hosts.spaces[rank] == self.hosts.spaces[self._rank])
         free, mine, found = self.memory.free(), needs[self._rank], ""

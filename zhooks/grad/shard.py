@@ -117,7 +117,7 @@ class GradientShard:
         return grad
 
     def _apart(self, index: int) -> ShardedTensor:
-        """Memory for one gradient, where no shard has room for it."""
+        """Memory for one gradient, where no shard can hold it."""
         made = torch.empty(self.spans[index][1], dtype=self._kind.master, device=self._kind.device)
         hold(self._flat, made)
         return ShardedTensor(made, self._flat.specs[index])

@@ -158,12 +158,12 @@ class Optimizers:
                 f"{type(optimizer).__name__}.{verb}: expected a first step after backward, because it updates whole "
                 "parameters, whose owner ranks are chosen then; found one inside backward. Step it after backward."
             )
-        self.owners.settle(optimizer, verb)
+        self.owners.choose(optimizer, verb)
         self._stock.make_ranges(optimizer, held)
         self.admit(optimizer)
         self._note(optimizer)
 
-    def settle(self, optimizer: Optimizer, verb: str) -> None:
+    def choose_owners(self, optimizer: Optimizer, verb: str) -> None:
         """States that are about to be loaded into it find out who keeps them.  Collective.
 
         Raises:
@@ -173,7 +173,7 @@ class Optimizers:
         problem = disagreement(self._stage, {"optimizer": {"updates": self.owners.facts(optimizer)}})
         if problem:
             raise DivergenceError(problem)
-        self.owners.settle(optimizer, verb)
+        self.owners.choose(optimizer, verb)
 
     def meet_again(self) -> None:
         """Ranks may have come further than others in meeting them: each is met again at its next step."""

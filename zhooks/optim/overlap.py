@@ -214,7 +214,7 @@ class Overlap:
             if beside:
                 self._wait()
             elif flat.kind.tiers.anywhere:
-                # What it needs from tiers takes the room of one that is lent.
+                # What it needs from tiers takes the place of one that is lent.
                 self._wait(_MOST - 1)
             for optimizer, update in mine:
                 self._updater.make_way([flat])

@@ -1,7 +1,7 @@
 """Which parameters an attachment's optimizers update whole, and which rank owns each of them.
 
-``optimizers.py`` has an optimizer settled here when it meets it, ``whole_update.py`` and ``tiered_update.py`` ask what is whole
-before every step, and ``checkpoint/`` and ``build/`` when states move.  It never computes an update.
+``optimizers.py`` has the owners of an optimizer chosen here when it meets it, ``whole_update.py`` and ``tiered_update.py`` ask
+what is whole before every step, and ``checkpoint/`` and ``build/`` when states move.  It never computes an update.
 
 Note: [Owner]
     What cannot be updated range by range (``probe.py`` finds out) is updated whole, by one rank of those that shard it.  The
@@ -109,7 +109,7 @@ class Owners:
         return known is not None and bool(known.verdict.whole)
 
     def whole(self, optimizer: Optimizer) -> list[Whole]:
-        """Those of its parameters that are, in the order of its groups; of an optimizer that was settled."""
+        """Those of its parameters that are, in the order of its groups; of an optimizer whose owners are chosen."""
         if not self.is_whole(optimizer):
             return []
         verdict = self._judged[optimizer].verdict
@@ -183,7 +183,7 @@ class Owners:
 
     # Who owns it.
 
-    def settle(self, optimizer: Optimizer, verb: str) -> None:
+    def choose(self, optimizer: Optimizer, verb: str) -> None:
         """Give each of them an owner, who keeps what states there are.  Collective; alike on every rank.
 
         Raises:

@@ -134,7 +134,7 @@ def put_away(store: Store, states: OwnedStates, values: Tensor | None, where: Wh
         where: the key of a new block, and its tier.
         shared: memory that the optimizer itself holds, by identity: what lies there stays.
     Raises:
-        BudgetError, TierError: there is no room; the states are in memory.
+        BudgetError, TierError: they do not fit; the states are in memory.
     """
     own = states.stored
     runs, leaves = _laid(_leaves(states, store.compute, shared), own, values)
@@ -258,7 +258,7 @@ def adopt(store: Store, states: OwnedStates, where: Where, shared: Set[int]) -> 
     """States that lie elsewhere (they were loaded, or the policy changed) move to their tier.
 
     Raises:
-        BudgetError, TierError: there is no room.
+        BudgetError, TierError: they do not fit.
     """
     own, tier = states.stored, where[1]
     if not states.here:

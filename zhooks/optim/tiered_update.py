@@ -190,7 +190,7 @@ class Updater:
         """Start bringing everything that these updates, one or more of one flat, need to where they are computed.
 
         Raises:
-            BudgetError, TierError: there is no room, or an earlier write-back failed; nothing stays fetched.
+            BudgetError, TierError: they do not fit, or an earlier write-back failed; nothing stays fetched.
         """
         wanted: dict[int, tuple[Block, Mode]] = {}
         place = self.place_of(mine[0][1].flat)

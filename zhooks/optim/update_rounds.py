@@ -1,4 +1,4 @@
-"""Parameters that are updated whole, by round: which travel together, where they lie on the ranks, and room for them on owners.
+"""Parameters that are updated whole, by round: which travel together, their places on the ranks, and memory for them on owners.
 
 ``whole_update.py`` moves and updates them.  It never communicates, nor decides who owns what.
 """
@@ -16,7 +16,7 @@ from zhooks.optim.assign_owners import Matrix, rounds, rounds_by_flat
 from zhooks.optim.owners import Whole
 from zhooks.unit import device_keeps
 
-__all__ = ["Member", "Round", "by_flat", "by_rank", "planned", "room_for"]
+__all__ = ["Member", "Round", "by_flat", "by_rank", "memory_for", "planned"]
 
 #: Whole parameters start on multiples of this many bytes, as torch's own memory does.
 ALIGN_NBYTES = 64
@@ -132,8 +132,8 @@ def by_rank(world: int) -> list[list[Tensor]]:
     return [[] for _ in range(world)]
 
 
-def room_for(mine: Sequence[Member]) -> list[tuple[Member, Tensor, Tensor]]:
-    """Room for values and gradients of an owner's parameters: taken at once, for then the allocator has it again next time."""
+def memory_for(mine: Sequence[Member]) -> list[tuple[Member, Tensor, Tensor]]:
+    """Memory for values and gradients of an owner's parameters: all at once, so that the allocator has it again next time."""
     if not mine:
         return []
     kind = mine[0].one.flat.kind

@@ -45,7 +45,7 @@ class Away:
         self._gradients, self._values = Fetched(), Fetched()
 
     def fetch(self) -> None:
-        """Start; what has no room yet is asked for again by ``wait``, when what came before it is closed.
+        """Start; what does not fit yet is asked for again by ``wait``, when what came before it is closed.
 
         An error (an earlier write-back's, too) is kept for ``wait``: in between ranks meet, and none may miss that.
         """
@@ -65,7 +65,7 @@ class Away:
         """Until it is there.
 
         Raises:
-            BudgetError, TierError: there is no room, or it cannot be read; or an earlier write-back failed.
+            BudgetError, TierError: it does not fit, or cannot be read; or an earlier write-back failed.
         """
         if self._failed is not None:
             raise self._failed

@@ -34,7 +34,7 @@ from zhooks.optim.owned_states import OwnedStates, tensors_in
 from zhooks.optim.owners import Owners, Whole
 from zhooks.optim.references import kept_elsewhere
 from zhooks.optim.stand_ins import OURS
-from zhooks.optim.update_rounds import Member, Round, by_flat, by_rank, planned, room_for
+from zhooks.optim.update_rounds import Member, Round, by_flat, by_rank, memory_for, planned
 from zhooks.optim.whole_tiers import Ahead, Away, InMemory
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat
@@ -212,7 +212,7 @@ class WholeUpdater:
         for member in now.members:
             for held in (_gradient(member.one), _value(member.one)):
                 sends[member.one.owner or 0].extend(member.local(held, rank))
-        whole = room_for(now.of(rank))
+        whole = memory_for(now.of(rank))
         for member, value, grad in whole:
             for full in (grad, value):
                 member.add_ranges(full, receives)

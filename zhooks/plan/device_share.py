@@ -10,7 +10,7 @@ Note: [Which flats]
     ``optim/tiered_update.py``.
 
     Where parameters were frozen or unfrozen nothing else moves: a budget was held to what lay on the device before.  What was
-    unfrozen takes the room that is left of the share.
+    unfrozen takes what is left of the share.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def keep_on_device(
         for flat in plan.flats
         if flat.kind.trainable and policy.tiers(*plan.group.names(flat.names[0])).optimizer is tier
     ]
-    room = policy.optimizer.kept_on_device(sum(flat.layout.numel for _, flat in divided))
-    room -= sum(flat.layout.numel for plan, flat in divided if plan in laid and flat.kind.tiers.optimizer is Tier.DEVICE)
+    left = policy.optimizer.kept_on_device(sum(flat.layout.numel for _, flat in divided))
+    left -= sum(flat.layout.numel for plan, flat in divided if plan in laid and flat.kind.tiers.optimizer is Tier.DEVICE)
     on_device: set[int] = set()
     for flat in (flat for plan, flat in divided if plan not in laid):
-        if flat.layout.numel <= room:
+        if flat.layout.numel <= left:
             on_device.add(flat.number)
-            room -= flat.layout.numel
+            left -= flat.layout.numel
 
     def placed(flat: FlatPlan) -> FlatPlan:
         if flat.number not in on_device:

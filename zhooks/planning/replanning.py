@@ -226,10 +226,10 @@ def decide(choice: Choice, needs: Needs, measured: _Measured) -> _Decision:
     for tier in (Tier.HOST, Tier.DISK):
         if _off(placed.on(tier), choice.expected.on(tier)):
             seen += f"; {tier.value} {as_size(placed.on(tier))}, {as_size(choice.expected.on(tier))} expected"
-    room = int(measured.there * (1 - _FREE))
+    usable = int(measured.there * (1 - _FREE))
 
     def limits(peak: int) -> Limits:
-        left = max(0, room - (peak - _near(placed, one_memory)))
+        left = max(0, usable - (peak - _near(placed, one_memory)))
         return Limits(left, left if one_memory else measured.host, measured.disk, one_memory)
 
     short = bool(limits(measured.least).exceeded(placed))

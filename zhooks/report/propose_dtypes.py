@@ -176,7 +176,7 @@ def propose(ranges: Sequence[Ranges], prefer: Base, loss_scale: float | None, ba
 
     Args:
         prefer: the base, where the model allows it.
-        loss_scale: for fp16; None is the largest power of two that leaves room above the largest gradient.
+        loss_scale: for fp16; None is the largest power of two that keeps the largest gradient finite.
     """
     scale = loss_scale or _scale(max((one.gradient for one in ranges), default=0.0))
     against = [_against_fp16(one, scale) for one in ranges]

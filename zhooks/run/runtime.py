@@ -332,7 +332,7 @@ class Runtime:
                     self._out[unit.number] = unit
 
     def _release_idle(self, step: Step, backward: bool) -> None:
-        """Units that are neither in use, nor next, nor to be kept for backward make room."""
+        """Units that are neither in use, nor next, nor to be kept for backward are released."""
         keep = self._kept if backward or self._pass is None else self._pass.keep
         for unit in tuple(self._out.values()):
             if unit.depth or unit.number in step.window or unit.number in keep or (backward and unit.trainable_left):
@@ -518,7 +518,7 @@ class Runtime:
             self.due()
         elif what == "relayout":
             self.relayout_due = True
-        elif what == "settle":
+        elif what == "before_use":
             # A graph made in the layout before would have no gradient for what was frozen there.
             if self.relayout_due and torch.is_grad_enabled():
                 self.finish_backward()

@@ -87,7 +87,7 @@ def _gathered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
         nonlocal found
         if isinstance(value, RangeTensor):
             if value._bound:
-                value._bound.settle()
+                value._bound.before_use()
             # Which may have bound it to another flat.
             if value._bound and value.requires_grad:
                 found = True

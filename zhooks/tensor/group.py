@@ -49,7 +49,7 @@ class Owner(Protocol):
     def relayout(self) -> None:
         """A parameter was frozen or unfrozen: the layout follows at the next entry."""
 
-    def settle(self) -> None:
+    def before_use(self) -> None:
         """A parameter is used: outside a forward the layout follows freezes first; it may be bound anew."""
 
 

@@ -145,8 +145,8 @@ class Flat:
     def relayout(self) -> None:
         self._ask("relayout")
 
-    def settle(self) -> None:
-        self._ask("settle")
+    def before_use(self) -> None:
+        self._ask("before_use")
 
     def look(self, name: str) -> None:
         if self.ask is not None:

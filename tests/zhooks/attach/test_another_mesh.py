@@ -312,7 +312,7 @@ def test_a_tier_that_fails_half_way_leaves_mesh_policy_and_placement_as_they_wer
 
 
 @on_ranks(2)
-def test_what_a_smaller_budget_refuses_on_the_way_has_room_again_where_it_was() -> None:
+def test_what_a_smaller_budget_refuses_on_the_way_has_memory_again_where_it_was() -> None:
     with folder() as path:
         losses: list[Any] = []
         for fails in (True, False):

@@ -201,7 +201,7 @@ def test_a_second_save_waits_for_the_first_and_so_do_load_and_detach() -> None:
                 else:
                     run.attachment.detach()
                 opener.join()
-            assert first.done and first.settled
+            assert first.done and first.concluded
             first.wait()
             assert read_manifest(path / "first").world == 2
 

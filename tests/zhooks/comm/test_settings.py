@@ -52,7 +52,7 @@ def test_a_policy_that_differs_by_rank_is_refused_by_its_key_and_changes_nothing
 
 
 @on_ranks(2)
-def test_what_a_machine_has_room_for_may_differ_by_rank() -> None:
+def test_what_a_machine_has_memory_for_may_differ_by_rank() -> None:
     rank, _ = place()
     mine = {"budget": {"device": f"{64 + rank} MiB"}, "disk": {"threads": 4 + rank}, "host": {"slab": f"{1 + rank} MiB"}}
     model, plain = net(), net()

@@ -125,7 +125,7 @@ def test_groups_differ_and_rounded_parameters_have_wide_states() -> None:
 
 
 @on_ranks(1, 2, stage=(0, 3))
-def test_a_budget_without_room_for_states_is_refused_at_the_first_step_before_anything_is_updated(stage: int) -> None:
+def test_a_budget_without_memory_for_states_is_refused_at_the_first_step_before_anything_is_updated(stage: int) -> None:
     floor, one = floor_of(stage)
     model = net()
     attachment = zhooks.attach(model, policy=policy_of(stage, floor + one))

@@ -71,7 +71,7 @@ def test_more_flats_than_have_numbers_are_refused() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_tier_needs_room_for_the_range_that_a_rank_updates(stage: int) -> None:
+def test_a_tier_needs_memory_for_the_range_that_a_rank_updates(stage: int) -> None:
     model = nn.Linear(8, 4, bias=False)
     policy: dict[str, Any] = {"stage": stage, "gradient": {"tier": "host"}, "optimizer": {"tier": "disk"}}
     need = needs([planned(model, policy)])

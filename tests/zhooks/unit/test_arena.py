@@ -133,7 +133,7 @@ def test_apply_plans_anew_and_training_goes_on_as_without() -> None:
 
 
 @on_ranks(2, limit_s=180.0)
-def test_a_budget_without_room_for_it_is_refused_and_the_model_is_as_it_was() -> None:
+def test_a_budget_without_memory_for_it_is_refused_and_the_model_is_as_it_was() -> None:
     model = net()
     before = [value.clone() for value in model.parameters()]
     with pytest.raises(BudgetError, match=r"\[budget\] device"):

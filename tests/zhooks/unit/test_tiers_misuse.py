@@ -100,7 +100,7 @@ def test_a_backward_that_apply_came_before_is_refused_by_name_and_training_goes_
 
 
 @on_ranks(1)
-def test_a_step_that_finds_no_room_for_new_states_says_that_it_had_updated() -> None:
+def test_a_step_that_finds_no_memory_for_new_states_says_that_it_had_updated() -> None:
     model = build()
     attached = zhooks.attach(model, policy={**tiered("host"), "budget": {"host": 6000}})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -63,7 +63,7 @@ class Names:
 
     def __init__(self) -> None:
         self.strings: list[str] = []
-        #: Of each name the place that it is as a ``what``; at least as long as the names, with room for more.
+        #: Of each name the place that it is as a ``what``; at least as long as the names.
         self.places: NDArray[np.int8] = np.zeros(0, np.int8)
         self._position: dict[str, int] = {}
 

@@ -120,7 +120,7 @@ class Levels:
         return series
 
     def _widen(self, used: _Int64s) -> None:
-        """Make room for all strings there are, beside each place that is used."""
+        """Grow to all strings there are, beside each place that is used."""
         starts, width, series, strings = self._starts, self._width, self._series, len(self._strings)
         # Twice what is needed: strings come a few a chunk, and a copy each time would be quadratic.
         self._width = width if width >= strings else 2 * strings

@@ -60,7 +60,7 @@ class Tail:
     """The newest rows of a recording, in a mapped file of its own, mode 0600, beside the trace.
 
     Raises:
-        OSError: it cannot be made, or the disk has no room for it.
+        OSError: it cannot be made, or the disk is full.
     """
 
     def __init__(self, path: Path, header: Header) -> None:
@@ -70,7 +70,7 @@ class Tail:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd = os.open(self.path, flags, 0o600)
         try:
-            # All of it now: a page that finds no room when it is written to would end the process.
+            # All of it now: a page that finds the disk full when it is written to would end the process.
             os.posix_fallocate(self._fd, 0, NBYTES)
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._map = mmap.mmap(self._fd, NBYTES)
@@ -131,7 +131,7 @@ class Tail:
         _left_open.append(self._map)
 
     def _name(self, name: object) -> int:
-        """The number of a name that is new; none where there is no room, or this thread is adding one already."""
+        """The number of a name that is new; none where the table is full, or this thread is adding one already."""
         with self._naming:
             if not isinstance(name, str):
                 return _NO_NAME
