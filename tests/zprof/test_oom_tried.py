@@ -166,7 +166,10 @@ def test_where_nothing_fits_that_is_the_answer(made: Path) -> None:
     assert " of device, " in offered and " of host at the peak, " in offered and " ms per step: a device has 1 MiB" in offered
     [half] = [line for line in lines if line.startswith("  half the batch: ")]
     assert "not tried: the job's step has no micro_batch and accumulation with defaults that can be halved" in half
-    assert "the planner finds nothing: find_policy: expected a policy that fits device 1 MiB" in found["out"]
+    assert "the planner finds nothing: find_policy: does not fit on 1 rank of h100, by simulation: needs " in found["out"]
+    said = found["err"].splitlines()
+    assert said[0].startswith("zprof: simulating ") and any(line.startswith("planned: stage 3") for line in said)
+    assert any(line.startswith('[activation] tier = "host": does not fit: ') for line in said)
 
 
 @on_a_device_in_python

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from offload.policy import Policy
+from tests.support.terminal import on_a_terminal
 from tests.support.torches import on_a_device_in_python
 from tests.support.virtual import on_virtual
 from zprof.cli import main
@@ -38,6 +40,10 @@ def job():
 
 def needs_data():
     return build, reads
+
+def speaks():
+    print("loaded")
+    return lambda: print("building") or build(), step
 """
 KEEPS = '[units]\nmin_numel = 0\n[precision]\nparam = "bf16"\n'
 
@@ -80,9 +86,41 @@ def test_the_best_are_printed_and_the_first_is_written_as_a_policy() -> None:
 def test_where_nothing_fits_it_ends_with_three_and_one_line() -> None:
     with folder():
         result = zprof("planned_job.py:job", "--world", "2", "--device", "10KiB", "--host", "0", "--disk", "0")
-    assert result.exit_code == 3
-    said = [line for line in result.stderr.splitlines() if not line.startswith("simulated ")]
-    assert len(said) == 1 and "The least needed, by simulation, is device " in said[0]
+    assert result.exit_code == 3 and result.stdout == ""
+    verdict = result.stderr[result.stderr.index("find_policy: ") :].splitlines()
+    assert re.match(
+        r"find_policy: does not fit on 2 ranks of h100, by simulation: needs [\d.]+ \w+ on the device per rank, "
+        r"the device has 10 KiB \(stage 3, ",
+        verdict[0],
+    )
+    assert verdict[1:] == [
+        "Use more ranks, hardware with more memory, or a smaller batch or model.",
+        "Of host and disk 0 bytes may be used: allow more.",
+        "To try smaller micro-batches, give step the parameters micro_batch and accumulation with defaults.",
+    ]
+
+
+@on_a_device_in_python
+@on_virtual()
+def test_what_it_is_doing_is_on_stderr_from_the_start_and_stdout_is_json_alone() -> None:
+    with folder():
+        result = zprof("planned_job.py:speaks", "--world", "2", "--most", "1", "--json")
+    assert result.exit_code == 0, result.output
+    said = result.stderr.splitlines()
+    assert said[:2] == ["loaded", "zprof: searching policies for planned_job.py:speaks on h100 x 2: about 1 simulation ..."]
+    assert json.loads(result.stdout)["best"] and any(line.startswith("simulated 1: stage ") for line in said)
+    assert "building" in said and "building" not in result.stdout
+
+
+@on_a_device_in_python
+def test_on_a_terminal_one_line_is_rewritten_and_gone_at_the_end() -> None:
+    with folder() as here:
+        code, shown = on_a_terminal(["-m", "zprof", "plan", "planned_job.py:job", "--world", "2", "--most", "1"], here)
+    assert code == 0, shown
+    drawn = shown[: shown.rindex("simulated 1: ")]
+    assert "searching policies for planned_job.py:job" in drawn and "\n" not in drawn
+    after = shown.rpartition("\x1b[2K")[2]
+    assert "h100 x 2, " in after and "searching" not in after and "simulated 1" not in after
 
 
 @on_a_device_in_python

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support import forked
 from tests.support.slow import slow
+from tests.support.terminal import on_a_terminal
 from tests.support.waiting import soon
 from tests.support.zprof_command import NOT_LAUNCHED
 from tests.support.zprof_traces import HEADER, sample_rows, write_trace
@@ -222,7 +221,7 @@ def test_a_signal_sent_to_zprof_reaches_the_script_once(number: signal.Signals, 
 
 def test_ctrl_c_on_a_terminal_reaches_the_script_once(tmp_path: Path) -> None:
     name = script(tmp_path, HEARS)
-    code, shown = on_a_terminal([name, "SIGINT"], tmp_path, "ready", b"\x03")
+    code, shown = on_a_terminal([*ZPROF[1:], name, "SIGINT"], tmp_path, "ready", b"\x03")
     assert code == 11, shown
 
 
@@ -336,28 +335,6 @@ def test_a_script_that_is_killed_leaves_a_trace_that_reads(tmp_path: Path) -> No
     assert trace.notes("end") == []
 
 
-def on_a_terminal(words: Sequence[str], at: Path, wait_for: str = "", send: bytes = b"") -> tuple[int, str]:
-    """Run in a terminal of its own; the exit code, and everything that was shown."""
-    pid, master = pty.fork()
-    if not pid:
-        os.chdir(at)
-        os.execve(sys.executable, [*ZPROF, *words], NOT_LAUNCHED)
-    shown = b""
-    while True:
-        try:
-            found = os.read(master, 65536)
-        except OSError:
-            break
-        shown += found
-        if not found:
-            break
-        if send and wait_for.encode() in shown:
-            os.write(master, send)
-            send = b""
-    os.close(master)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode()
-
-
 # What runs inside.
 
 
@@ -464,7 +441,7 @@ print("\\nlast")
 
 
 def test_a_live_view_shares_the_terminal_with_what_the_script_prints(tmp_path: Path) -> None:
-    code, shown = on_a_terminal(["--live", script(tmp_path, PROGRESS)], tmp_path, "rss ", b"\n")
+    code, shown = on_a_terminal([*ZPROF[1:], "--live", script(tmp_path, PROGRESS)], tmp_path, "rss ", b"\n")
     assert code == 0
     for part in ("first True", "2/3", "last", "rss ", "zprof: next: zprof report run.0.zprof"):
         assert part in shown, shown

@@ -206,7 +206,7 @@ def test_the_text_says_what_to_do_next_and_a_jobs_own_words_go_to_stderr(made: P
     found = result(made, "text")
     assert found["code"] == 0 and found["out"].startswith("h100 x 2: ")
     assert "\nnext\n" in found["out"] and "-o plan.zprof\n" in found["out"]
-    assert found["err"] == "a step\n" * 2
+    assert found["err"] == "zprof: simulating 2 steps of job:small on h100 x 2 ...\n" + "a step\n" * 2
     said = json.loads(result(made, "small")["out"])
     assert (said["nodes"], said["fits"], said["trace"], said["version"]) == (2, True, "small.zprof", 1)
     assert said["simulation"]["world"] == 16 and said["simulation"]["races"] == []

@@ -60,12 +60,15 @@ class Limits:
     disk: int
     one_memory: bool = False
 
+    def needs(self, memory: Memory) -> list[tuple[str, int, int]]:
+        """Name, bytes needed and bytes there, of each memory that is one of its own."""
+        if self.one_memory:
+            return [("device and host", memory.device + memory.host, self.host), ("disk", memory.disk, self.disk)]
+        return [(tier.value, memory.on(tier), getattr(self, tier.value)) for tier in Tier]
+
     def exceeded(self, memory: Memory) -> list[str]:
         """Of each tier that is too small, what is needed and what is there."""
-        needs = [(tier.value, memory.on(tier), getattr(self, tier.value)) for tier in Tier]
-        if self.one_memory:
-            needs = [("device and host", memory.device + memory.host, self.host), ("disk", memory.disk, self.disk)]
-        return [f"{name} {as_size(need)} of {as_size(limit)}" for name, need, limit in needs if need > limit]
+        return [f"{name} {as_size(need)} of {as_size(limit)}" for name, need, limit in self.needs(memory) if need > limit]
 
 
 @dataclass(frozen=True, slots=True)

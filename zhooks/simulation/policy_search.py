@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from offload.errors import BudgetError, CapabilityError, SimulationError
 from offload.hardware import Hardware
 from offload.policy import Policy
-from offload.text import as_size
+from offload.text import as_size, counted, one_line
 from offload.tier import Tier, Tiers
 from offload.virtual import running
 from zhooks.planning import (
@@ -337,14 +337,26 @@ def _least(space: _Space, tiers: list[Tier], smallest: Candidate) -> list[Tried[
 
 
 def _nothing_fits(space: _Space, limits: Limits, tiers: list[Tier], least: list[Tried[Candidate]]) -> str:
-    """What was asked, and the least memory that would do, with each further tier."""
-    lines = []
-    for each in least:
-        used = [f"{tier.value} {as_size(each.memory.on(tier))}" for tier in Tier if each.memory.on(tier)]
-        lines.append(("at least " if each.why else "") + " and ".join(used) + f" per rank ({each.candidate})")
-    there = ", ".join(f"{tier.value} {as_size(getattr(limits, tier.value))}" for tier in tiers)
-    return (
-        f"find_policy: expected a policy that fits {there} per rank on {space.job.world} rank(s) of {space.job.hardware.name}, "
-        f"found none. The least needed, by simulation, is {'; or '.join(lines)}. Use more ranks, larger tiers, or a smaller "
-        "batch or model."
-    )
+    """The least memory that would do, with each further tier, beside what there is; then what to do."""
+    hardware, world = space.job.hardware, space.job.world
+    alone, *further = (_needed(limits, each) for each in least)
+    lines = [f"find_policy: does not fit on {counted(world, 'rank')} of {hardware.name}, by simulation: {alone}"]
+    lines += [
+        f"  with state on the {each.candidate.tiers.optimizer.value}: {needed}"
+        for each, needed in zip(least[1:], further, strict=True)
+    ]
+    lines.append("Use more ranks, hardware with more memory, or a smaller batch or model.")
+    if unused := [tier.value for tier in Tier if tier not in tiers and _has(space.job.hardware, tier)]:
+        lines.append(f"Of {' and '.join(unused)} 0 bytes may be used: allow more.")
+    if space.job.batched() == (None,):
+        lines.append("To try smaller micro-batches, give step the parameters micro_batch and accumulation with defaults.")
+    return "\n".join(lines)
+
+
+def _needed(limits: Limits, tried: Tried[Candidate]) -> str:
+    """What a candidate needs of each tier, and what those have that are too small; of a refused one, why."""
+    needs = limits.needs(tried.memory)
+    said = " and ".join(f"{as_size(need)} on the {name}" for name, need, _ in needs if need)
+    there = " and ".join(f"the {name} has {as_size(limit)}" for name, need, limit in needs if need > limit)
+    least = "at least " if tried.why else ""
+    return f"needs {least}{said} per rank, {there or one_line(tried.why)} ({tried.candidate})"

@@ -25,6 +25,7 @@ from offload.text import as_duration, as_size
 from zprof.commands.jobs import HELP, Job, load_job
 from zprof.commands.naming import named_or_latest
 from zprof.commands.plan import size
+from zprof.commands.progress import progress
 from zprof.problem import BudgetProblem, Misuse, Problem
 
 if TYPE_CHECKING:
@@ -125,7 +126,8 @@ def oom(
     if job is not None and hardware is not None:
         with redirect_stdout(sys.stderr):
             trials = _Trials(found, load_job(job), hardware, policy, device, host, disk)
-            trials.run()
+            with progress(f"simulating {job} on {trials.hardware.name} x {found.world}") as to:
+                trials.run(to.done)
     if as_json:
         click.echo(json.dumps(_as_json(run, job, found, trials), indent=2, allow_nan=False))
     else:
@@ -174,16 +176,19 @@ class _Trials:
         self.planned: list[_Trial] = []
         self.nothing = ""
 
-    def run(self) -> None:
-        """Try all of it."""
+    def run(self, tell: Callable[[str], None]) -> None:
+        """Try all of it; ``tell`` is called with each result in a line."""
         self.as_it_ran = self._tried("as it ran", "", self._base, 1)
+        tell(str(self.as_it_ran))
         if self.as_it_ran.fits:
             why = "the simulator does not run out of memory where the run did"
             self.changes = [_Trial(each.what, each.price, tried=False, why=why) for each in self._found.remedies]
             self.nothing = why
             return
-        self.changes = [self._changed(each) for each in self._found.remedies]
-        self._plan()
+        for remedy in self._found.remedies:
+            self.changes.append(self._changed(remedy))
+            tell(str(self.changes[-1]))
+        self._plan(tell)
 
     def _changed(self, remedy: Remedy) -> _Trial:
         from offload.errors import PolicyError
@@ -239,7 +244,7 @@ class _Trials:
             return None
         return functools.partial(step, micro_batch=micro // batches, accumulation=times * batches)
 
-    def _plan(self) -> None:
+    def _plan(self, tell: Callable[[str], None]) -> None:
         import zhooks
 
         try:
@@ -247,6 +252,7 @@ class _Trials:
                 self._job.build, self._job.step,
                 world=self._found.world, hardware=self.hardware, policy=self._base,
                 device=self.limit, host=self._host, disk=self._disk, keep=_SHOWN, most=_MOST,
+                tell=lambda line: tell(f"planned: {line}"),
             )  # fmt: skip
         except zhooks.BudgetError as error:
             self.nothing = str(error)

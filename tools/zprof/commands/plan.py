@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import click
 
 from offload.hardware import Hardware
-from offload.text import parse_size
+from offload.text import counted, parse_size
 from zprof.commands.jobs import HELP, load_job
 from zprof.commands.output import check_output, write_output
+from zprof.commands.progress import progress
 from zprof.problem import Misuse
 
 __all__ = ["plan", "size"]
@@ -79,23 +83,28 @@ def plan(
     if output is not None:
         check_output(output, [Path(policy)] if policy is not None else [], force=force)
     profile = Hardware.of(hardware)
-    loaded = load_job(job)
-    # Late: it brings torch along.
-    import zhooks
+    with redirect_stdout(sys.stderr):
+        loaded = load_job(job)
+        ranks = world or (nodes or 1) * profile.device.count
+        about = f"about {counted(most, 'simulation')}"
+        with progress(f"searching policies for {loaded.name} on {profile.name} x {ranks}: {about}") as to:
+            # Late: it brings torch along.
+            import zhooks
 
-    found = zhooks.find_policy(
-        loaded.build,
-        loaded.step,
-        world=world or (nodes or 1) * profile.device.count,
-        hardware=profile,
-        policy=policy,
-        precision=precision,
-        device=device,
-        host=host,
-        disk=disk,
-        most=most,
-        tell=lambda line: click.echo(f"simulated {line}", err=True),
-    )
+            simulated = itertools.count(1)
+            found = zhooks.find_policy(
+                loaded.build,
+                loaded.step,
+                world=ranks,
+                hardware=profile,
+                policy=policy,
+                precision=precision,
+                device=device,
+                host=host,
+                disk=disk,
+                most=most,
+                tell=lambda line: to.done(f"simulated {next(simulated)}: {line}"),
+            )
     if output is not None:
         write_output(output, found.policy_text().encode())
     click.echo(json.dumps(found.as_dict(), indent=2) if as_json else str(found))

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from offload.text import as_size, counted
 from zprof.commands.jobs import HELP, Job, load_job
+from zprof.commands.progress import progress
 from zprof.problem import BudgetProblem, Misuse, Problem
 
 if TYPE_CHECKING:
@@ -148,13 +150,13 @@ def simulate(
     beside = min(world, profile.device.count)
     capacity = {"device": profile.device.memory, "host": profile.host.memory // beside}
     lacking = [
-        f"{tier}: does not fit: a step holds {_size(held)}, {profile.name} has {_size(capacity[tier])} per rank"
+        f"{tier}: does not fit: a step holds {as_size(held)}, {profile.name} has {as_size(capacity[tier])} per rank"
         for tier, held in most.items()
         if held > capacity[tier]
     ]
     if found.reserved is not None and found.reserved.failed:
         lacking.append(
-            f"allocator: does not fit: {found.reserved.failed} requests fail on a device of {_size(found.device_memory)}"
+            f"allocator: does not fit: {found.reserved.failed} requests fail on a device of {as_size(found.device_memory)}"
         )
     following = list(_next(found, output, fits=not lacking))
     if as_json:
@@ -226,7 +228,7 @@ def _simulated(
             yield
 
     try:
-        with _progress(job, steps) as shown:
+        with _shown(job, steps, f"{profile.name} x {world}") as shown:
             step = peaks.stepping(shown.step if recorder is None else recorder.stepping(shown.step))
             found = zhooks.simulate(
                 shown.build, step,
@@ -244,22 +246,17 @@ def _simulated(
 
 
 @contextmanager
-def _progress(job: Job, steps: int) -> Iterator[Job]:
-    """The same job; on a terminal, how far it has come."""
-    if not sys.stderr.isatty():
-        yield job
-        return
-    from rich.console import Console
-
+def _shown(job: Job, steps: int, on: str) -> Iterator[Job]:
+    """The same job; how far it has come is shown."""
     begun = 0
-    with Console(stderr=True).status(f"{job.name}: building and attaching the model") as status:
+    with progress(f"simulating {counted(steps, 'step')} of {job.name} on {on}") as to:
 
         @functools.wraps(job.step)
         def step(*args: Any) -> object:
             nonlocal begun
             # With ranks that are slow there is a simulation without them, too.
             begun = begun % steps + 1
-            status.update(f"{job.name}: step {begun} of {steps}")
+            to.now(f"{job.name}: step {begun} of {steps}")
             return job.step(*args)
 
         yield Job(job.name, job.build, step)
@@ -283,12 +280,6 @@ def _next(found: Simulation, output: Path | None, *, fits: bool) -> Iterator[tup
     yield f"zprof report {name}", "who held what at the peak, and what the step waited for"
     yield f"zprof timeline {name}", "streams, transfers and memory over the step"
     yield f"zprof diff {name} run.zprof", "compares the prediction with a run by zprof run --level alloc"
-
-
-def _size(nbytes: int) -> str:
-    from offload.text import as_size
-
-    return as_size(nbytes)
 
 
 def _plain(value: Any) -> Any:
