@@ -88,6 +88,23 @@ class Document:
                 return self.spots[place[:depth]]
         return None
 
+    def order(self) -> dict[Place, int]:
+        """A number for every place among the values, which are in the order they were written in."""
+        numbers: dict[Place, int] = {}
+
+        def number(place: Place, values: object) -> None:
+            numbers.setdefault(place, len(numbers))
+            if isinstance(values, Mapping):
+                for key, value in values.items():
+                    # JSON has dotted keys for those of tables.
+                    number((*place, *str(key).split(".")), value)
+            elif isinstance(values, (list, tuple)):
+                for index, value in enumerate(values):
+                    number((*place, member(index)), value)
+
+        number((), self.values)
+        return numbers
+
 
 def member(index: int) -> str:
     """The name, in a `Place`, of the table at ``index`` of an array of tables; no key of a document begins so."""

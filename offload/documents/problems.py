@@ -10,7 +10,7 @@ import difflib
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,14 @@ def complain(problems: Sequence[tuple[Place, str]], document: Document) -> Zhook
 
 def _said(problems: Sequence[tuple[Place, Callable[[], str]]], document: Document) -> ZhooksError:
     """As `complain`, with texts that are made only for the lines that are shown."""
-    found = sorted(problems, key=lambda problem: document.spot(problem[0]) or _LAST)
+    order = document.order()
+
+    def written(place: Place) -> tuple[Spot, int]:
+        # Values handed over in the program have no spots, and those of one line share theirs.
+        inside = next((place[:depth] for depth in range(len(place), 0, -1) if place[:depth] in order), None)
+        return document.spot(place) or _LAST, len(order) if inside is None else order[inside]
+
+    found = sorted(problems, key=lambda problem: written(problem[0]))
     # Both branches of a union complain about one value in the same words; a dict keeps one of them, and the order.
     lines: dict[str, None] = {}
     listed = 0
@@ -122,13 +129,30 @@ def _complaint(detail: Mapping[str, Any], place: Place, schema: type[BaseModel])
             expected = "a table"
         if detail["type"] == "missing":
             return f"expected {expected}, found nothing; write it"
-        return f"expected {expected or detail['msg']}, found {shown(detail['input'])}{_meant(extra, detail['input'])}"
+        meant = _meant(extra, model.model_fields[key].annotation, detail["input"])
+        return f"expected {expected or detail['msg']}, found {shown(detail['input'])}{meant}"
     return f"expected a table, found {shown(detail['input'])}"
 
 
-def _meant(extra: object, found: object) -> str:
-    meant = extra.get("meant", {}) if isinstance(extra, dict) else {}
-    return f"; did you mean {shown(meant[found.lower()])}?" if isinstance(found, str) and found.lower() in meant else ""
+def _meant(extra: object, annotation: object, found: object) -> str:
+    """The value that another library's word stands for, else the one that a misspelt word is most like."""
+    if not isinstance(found, str):
+        return ""
+    elsewhere = extra.get("meant", {}) if isinstance(extra, dict) else {}
+    meant = elsewhere.get(found.lower())
+    # What has digits is no misspelling: fp64 is not fp16.
+    if meant is None and found.isalpha():
+        meant = nearest(found.lower(), _words(annotation))
+    return f"; did you mean {shown(meant)}?" if meant is not None else ""
+
+
+def _words(annotation: object) -> Iterator[str]:
+    """The texts that a field takes one of."""
+    for each in typing.get_args(annotation):
+        if isinstance(each, str):
+            yield each
+        else:
+            yield from _words(each)
 
 
 def _nearest(place: Place, model: type[BaseModel], schema: type[BaseModel]) -> str:

@@ -48,6 +48,18 @@ MISTAKES = {
         '[optimizer]\ntier = "nvme"\n',
         'policy.toml:2: [optimizer] tier: expected "device", "host" or "disk", found "nvme"; did you mean "disk"?',
     ),
+    "misspelt tier": (
+        '[optimizer]\ntier = "hots"\n',
+        'policy.toml:2: [optimizer] tier: expected "device", "host" or "disk", found "hots"; did you mean "host"?',
+    ),
+    "misspelt toggle": (
+        '[schedule]\nreshard_after_forward = "aut"\n',
+        'policy.toml:2: [schedule] reshard_after_forward: expected true, false or "auto", found "aut"; did you mean "auto"?',
+    ),
+    "another dtype": (
+        '[precision]\nparam = "fp64"\n',
+        'policy.toml:2: [precision] param: expected "fp32", "bf16" or "fp16", found "fp64"',
+    ),
     "share out of range": (
         '[optimizer]\ntier = "host"\ndevice_share = 1.5\n',
         "policy.toml:3: [optimizer] device_share: expected a number from 0 to 1, found 1.5",
@@ -275,6 +287,17 @@ def test_a_file_above_one_mebibyte_is_refused_unread(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [3, 1.5, True, b"policy.toml", ["stage", 3], object()])
 def test_what_is_neither_path_nor_mapping_nor_policy_is_refused(value: Any) -> None:
     assert complaint(value).startswith("policy: expected a path, a mapping, a Policy or None, found ")
+
+
+def test_mistakes_of_one_line_and_of_a_mapping_are_reported_in_the_order_they_were_written_in(write: Write) -> None:
+    line = 'optimizer = { teir = 1, overlap = 2, kernel = "x", tier = 3 }\nstage = 7\n'
+    assert [said.split(": ")[1] for said in complaint(write(line)).splitlines()] == [
+        "[optimizer] teir", "[optimizer] overlap", "[optimizer] kernel", "[optimizer] tier", "stage",
+    ]  # fmt: skip
+    rule = {"match": "a", "precision.param": "fp64", "parameter.tier": "x"}
+    assert [said.split(": ")[1] for said in complaint({"units": 3, "rule": [rule], "stage": 7}).splitlines()] == [
+        "units", "[[rule]] 1 precision.param", "[[rule]] 1 parameter.tier", "stage",
+    ]  # fmt: skip
 
 
 def test_a_mapping_names_no_file_and_no_line() -> None:

@@ -256,8 +256,8 @@ def test_an_array_where_a_number_is_expected_is_named_with_its_key() -> None:
     with pytest.raises(PolicyError) as caught:
         Policy.of({"units": {"min_numel": numpy.ones(3)}, "parameter": {"tier": torch.ones(2)}})
     assert str(caught.value).split("\n") == [
-        'policy: [parameter] tier: expected "device", "host" or "disk", found a value of type torch.Tensor',
         "policy: [units] min_numel: expected an integer from 0 to 2**40, found a value of type numpy.ndarray",
+        'policy: [parameter] tier: expected "device", "host" or "disk", found a value of type torch.Tensor',
     ]
     assert Policy.of({"parameter": {"tier": Word("host")}}) == Policy.of({"parameter": {"tier": "host"}})
 
