@@ -160,7 +160,8 @@ ORDER = {
     "offload": (
         "__init__", "deepspeed dcp", "shards torchfiles", "stash", "store", "kernels", "disk",
         "memory", "device", "virtual", "budget", "policy",
-        "hardware allocator", "documents", "counting formulas free_ranges pages references regular_files text threads",
+        "hardware allocator", "documents",
+        "counting formulas free_ranges pages references regular_files text threads user_warnings",
         "work", "tier",
         "events errors",
     ),

@@ -14,7 +14,6 @@ Note: [Outside compiled graphs]
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 from offload.errors import SimulationError
+from offload.user_warnings import warn_user
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -122,11 +122,10 @@ class Breaks:
         """A pass along a new path is over."""
         if not self._told and _breaks() > self._before:
             self._told = True
-            warnings.warn(
+            warn_user(
                 "torch.compile: compiled code calls units of an attached model. Their parameters are gathered there, so the "
                 "graph breaks at each call, and a function that calls units in a loop runs in Python; the units themselves "
-                "are compiled. Compile them one by one (`for block in model.blocks: block.compile()`) to have no breaks.",
-                stacklevel=2,
+                "are compiled. Compile them one by one (`for block in model.blocks: block.compile()`) to have no breaks."
             )
 
 

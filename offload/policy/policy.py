@@ -7,8 +7,6 @@ never looks at a model, a device or a process group, and never guesses: what it 
 from __future__ import annotations
 
 import os
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -43,6 +41,7 @@ from offload.policy.tables import (
     unjudged,
 )
 from offload.text import Share, format_size, parse_size, toml_value
+from offload.user_warnings import warn_user
 
 __all__ = [
     "Activation",
@@ -204,7 +203,7 @@ class Policy(Table):
         except ValidationError as error:
             raise explain(error, document, cls) from None
         if document.ignored:
-            warnings.warn(IgnoredKeys(document.source, document.ignored), stacklevel=_callers_level())
+            warn_user(IgnoredKeys(document.source, document.ignored))
         return policy
 
     @model_validator(mode="before")
@@ -407,14 +406,6 @@ def written(table: type[BaseModel], key: str, value: object) -> str:
     if isinstance(value, Share):
         return toml_value(str(value))
     return toml_value(format_size(value) if isinstance(value, int) and sized(table.model_fields[key]) else value)
-
-
-def _callers_level() -> int:
-    """How far above `_build` the user's own line is, which may have called `load`, `of` or ``zhooks.attach``."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("offload", "zhooks"):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _listed(cells: Sequence[str]) -> str:

@@ -17,7 +17,6 @@ Note: [What is stashed]
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from offload.policy import Policy
 from offload.stash import Limits, Saved, Stash
 from offload.store import Pools, Store
 from offload.tier import Tier
+from offload.user_warnings import warn_user
 from zhooks.activation.inputs import Input, Inputs
 from zhooks.activation.partition import KeptInput, Owners, Partition, buffers_of, open_partition
 from zhooks.activation.recompute import Recompute, nothing_recomputed, recomputed
@@ -115,7 +115,7 @@ class SavedParameters:
         again = recomputed(model, units) if policy.activation.checkpoint == "unit" else {}
         # A stage of a pipeline may have no block, where the others have.
         if policy.activation.checkpoint == "unit" and not again and not self._comm.pipelined:
-            warnings.warn(nothing_recomputed(model, units), stacklevel=2)
+            warn_user(nothing_recomputed(model, units))
         self.inputs = open_inputs(policy, arena, self._bus, len(again))
         self.recompute = Recompute(again, self) if again else None
 

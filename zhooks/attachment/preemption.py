@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import signal
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from offload.errors import AttachError, CheckpointError
+from offload.user_warnings import warn_user
 from zhooks.attachment.state import Stateful
 from zhooks.comm import AllRanks, all_or_none, disagreement
 from zhooks.run import Preemption, checked_signals
@@ -106,7 +106,7 @@ class Preemptible(Stateful):
             self._finish_saving("exit_if_preempted")
         except CheckpointError as error:
             # It is the same on every rank, and no reason not to save now.
-            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+            warn_user(str(error), RuntimeWarning)
         ranks = AllRanks(self._comm.stage, "exit_if_preempted", "extra")
         given = ranks.run(lambda: extra() if callable(extra) else extra)
         self.save(folder, optimizer, objects=objects, extra=given, keep=keep)

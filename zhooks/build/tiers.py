@@ -6,7 +6,6 @@ everything on the device has tiers that do nothing.  It never touches a paramete
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import ClassVar
@@ -22,6 +21,7 @@ from offload.memory import HostPool, slab_within
 from offload.policy import Policy
 from offload.store import Store
 from offload.tier import Tier
+from offload.user_warnings import warn_user
 from zhooks.comm import Comm, all_or_none
 from zhooks.layout import UnitPlan
 from zhooks.optim import (
@@ -185,10 +185,9 @@ def _warn_of_memory(policy: Policy, admitted: Admission, seam: Device, comm: Com
     chosen, first = policy.disk, comm.world.axis.ranks[comm.world.axis.rank] == 0
     wanted = admitted.on_disk or policy.activation.tier == "disk"
     if first and wanted and chosen.path is None and seam.facts.is_memory(chosen.folder):
-        warnings.warn(
+        warn_user(
             f"[disk] path is unset, and the system's folder for temporary files, {chosen.folder}, is on a tmpfs, which keeps "
-            'files in memory: tier = "disk" takes as much memory as "host". Set [disk] path to a folder on a disk.',
-            stacklevel=2,
+            'files in memory: tier = "disk" takes as much memory as "host". Set [disk] path to a folder on a disk.'
         )
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -34,6 +33,7 @@ from offload.errors import BudgetError, CheckpointError
 from offload.shards import MANIFEST, Manifest, Part, Record, ShardReader, read_manifest, shard_name
 from offload.text import as_size
 from offload.tier import Tier
+from offload.user_warnings import warn_user
 from zhooks.checkpoint.peer_memory import Generation, PeerMemory, moved
 from zhooks.checkpoint.saved_files import GAP, Place, Present, SavedFolder, in_folder
 from zhooks.checkpoint.saved_layout import difference
@@ -168,7 +168,7 @@ class _Bringing:
     def _say(self, file: int, found: str) -> None:
         record = self._manifest.files[file]
         self._run.bus.instant("peer memory damaged", self._left[file][0][1], record.nbytes)
-        warnings.warn(f"resume: {found} A copy of it is used, or an older checkpoint.", RuntimeWarning, stacklevel=2)
+        warn_user(f"resume: {found} A copy of it is used, or an older checkpoint.", RuntimeWarning)
 
     def _beside(self) -> tuple[int, int]:
         """This rank's place among those of its host, and their number."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,6 +45,7 @@ from offload.shards import (
 from offload.store import Store
 from offload.text import as_size, shown_path
 from offload.tier import Tier
+from offload.user_warnings import warn_user
 from zhooks.checkpoint.background import write_file
 from zhooks.checkpoint.save_load import about_run
 from zhooks.checkpoint.shard_contents import FileTensor, RunState, contents, whole_digests
@@ -157,11 +157,10 @@ class PeerMemory:
                 each.close()
             raise
         if wanted.copies >= hosts.count and "copies" in wanted.model_fields_set and ranks.first:
-            warnings.warn(
+            warn_user(
                 f"memory of peers: expected {wanted.copies} other host(s) for copies, found {hosts.count - 1}: shards that "
                 "only a lost host had are lost with it. Run on more hosts, or also save to a folder.",
                 RuntimeWarning,
-                stacklevel=2,
             )
         if store is not None:
             budget = store.budget

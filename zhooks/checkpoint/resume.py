@@ -7,7 +7,6 @@ why; it never writes a checkpoint.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 from offload.errors import CheckpointError
 from offload.shards import destination, find, latest, read_manifest, run_of, saved_ns
+from offload.user_warnings import warn_user
 from zhooks.checkpoint.peer_files import brought
 from zhooks.checkpoint.peer_memory import Generation, PeerMemory
 from zhooks.checkpoint.save_load import load
@@ -121,11 +121,10 @@ def _from_memory(
     run.bus.instant("resume skipped", "memory of peers")
     if ranks.first:
         why = f"no host has the file of rank {missing[0]}" if missing else "every copy of a file is damaged"
-        warnings.warn(
+        warn_user(
             f"resume: expected a complete checkpoint in the memory of peers, found that {why}: the newest older one is loaded. "
             "Raise [resilience] copies.",
             RuntimeWarning,
-            stacklevel=2,
         )
     return None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from offload.errors import CapabilityError, CheckpointError
 from offload.policy import Policy
 from offload.regular_files import open_regular, read_regular
 from offload.text import shown_path
+from offload.user_warnings import warn_user
 from zhooks.integrations import from_pretrained
 from zhooks.integrations.required import require
 from zhooks.plan import Request, read
@@ -258,9 +258,8 @@ class _Filler:
             )
         if missing and self._first:
             left = f"; tensors of the folder that are not used: {_few(self._left)}" if self._left else ""
-            warnings.warn(
-                f"from_pretrained: {what} has parameters that the folder lacks, now initialised: {_few(missing)}{left}",
-                stacklevel=3,
+            warn_user(
+                f"from_pretrained: {what} has parameters that the folder lacks, now initialised: {_few(missing)}{left}"
             )
 
     def __call__(self, module: nn.Module) -> None:

@@ -38,6 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.errors import AttachError, CapabilityError, CheckpointError, DivergenceError, ShardedOpError, ZhooksError
+from offload.user_warnings import warn_user
 from zhooks.attach import Attachment
 from zhooks.checkpoint import PeerLostError
 from zhooks.comm import Call
@@ -373,12 +374,11 @@ def _warn_of_a_start_over() -> None:
     """Say that training begins at step 0 in ranks that torchrun has started again: no living replica has more."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts != "0" and (not dist.is_initialized() or dist.get_rank() == 0):
-        warnings.warn(
+        warn_user(
             "torchft: expected a live replica to get the state from, because torchrun has restarted these ranks (restarts: "
             f"{restarts}), found none beyond step 0: training begins at step 0. To continue from a checkpoint, load it and "
             "the state_dict() of Replicas before the first step.",
             RuntimeWarning,
-            stacklevel=2,
         )
 
 

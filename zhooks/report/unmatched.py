@@ -5,20 +5,54 @@
 
 from __future__ import annotations
 
-import warnings
+import difflib
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 
 from torch import nn
 
 from offload.policy import Policy
+from offload.user_warnings import warn_user
 from zhooks.comm import Comm
 from zhooks.compiled import named_modules
 from zhooks.unit import Unit
 
+#: So many of the model's names are shown; and how like a glob's words theirs must be to be called close.
+_SHOWN, _CLOSE = 3, 0.6
+#: Of a glob, what stands between the words that names are compared with.
+_BETWEEN_WORDS = re.compile(r"\[[^\]]*\]|[*?.]+")
 
-def unmatched(model: nn.Module, units: Sequence[Unit], policy: Policy) -> list[str]:
-    """Each as it stands in the policy file."""
+
+@dataclass(frozen=True, slots=True)
+class Unmatched:
+    """A glob that matches none of the names that it could.
+
+    Attributes:
+        text: as it stands in the policy file.
+        names: all that it was compared with, and what these are ``of``.
+    """
+
+    text: str
+    glob: str
+    of: str
+    names: Sequence[str]
+
+    def __str__(self) -> str:
+        return self.text
+
+    def nearby(self) -> str:
+        """Some of the names, in a sentence: those that are most like the glob, if any are, or else the first."""
+        if close := _closest(self.glob, self.names):
+            return f"The closest names of {self.of} are {', '.join(close)}"
+        left = ", ..." if len(self.names) > _SHOWN else ""
+        return f"The names of {self.of} are {', '.join(self.names[:_SHOWN])}{left}"
+
+
+def unmatched(model: nn.Module, units: Sequence[Unit], policy: Policy) -> list[Unmatched]:
+    """All of them, as the policy lists them."""
     return [*_rules(units, policy), *_inputs(model, units, policy)]
 
 
@@ -26,26 +60,42 @@ def warn_of_unmatched(model: nn.Module, units: Sequence[Unit], policy: Policy, c
     """Say it once, from the first rank.  No error: one policy may serve several models; a stage of a pipeline lacks layers."""
     if comm.pipelined or comm.stage.axis.rank:
         return
-    for text in unmatched(model, units, policy):
-        warnings.warn(
-            f"{text} matches nothing in this model, so it has no effect. Names are those of model.named_parameters() (for "
-            "sharded_inputs, of modules); * matches dots too.",
-            stacklevel=2,
+    for each in unmatched(model, units, policy):
+        warn_user(
+            f"{each} matches nothing in this model, so it has no effect. {each.nearby()}; * matches dots too."
         )
 
 
-def _rules(units: Sequence[Unit], policy: Policy) -> Iterator[str]:
+def _closest(glob: str, names: Sequence[str]) -> list[str]:
+    """The names that have a part like each of the glob's words, the closest first."""
+    words = [word for word in _BETWEEN_WORDS.split(glob) if word]
+
+    @cache
+    def likeness(word: str, part: str) -> float:
+        return difflib.SequenceMatcher(None, word, part, autojunk=False).ratio()
+
+    scored = []
+    for name in names if words else ():
+        likenesses = [max(likeness(word, part) for part in name.split(".")) for word in words]
+        if min(likenesses) >= _CLOSE:
+            scored.append((-sum(likenesses), name))
+    return [name for _, name in sorted(scored, key=lambda each: each[0])[:_SHOWN]]
+
+
+def _rules(units: Sequence[Unit], policy: Policy) -> Iterator[Unmatched]:
     names = [name for unit in units for first in unit.plan.group.params for name in unit.plan.group.names(first)]
-    return (f'[[rule]] match = "{rule.match}"' for rule in policy.rule if not any(map(rule.matches, names)))
+    for rule in policy.rule:
+        if not any(map(rule.matches, names)):
+            yield Unmatched(f'[[rule]] match = "{rule.match}"', rule.match, "parameters", names)
 
 
-def _inputs(model: nn.Module, units: Sequence[Unit], policy: Policy) -> Iterator[str]:
+def _inputs(model: nn.Module, units: Sequence[Unit], policy: Policy) -> Iterator[Unmatched]:
     globs = policy.activation.sharded_inputs
     if not globs:
         return
     entries = {id(entry) for unit in units for entry in unit.entries}
     every = named_modules(model, remove_duplicate=False)
     entered = [unit.name for unit in units] + [name for name, module in every if id(module) in entries]
-    yield from (
-        f'[activation] sharded_inputs "{glob}"' for glob in globs if not any(fnmatchcase(name, glob) for name in entered)
-    )
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in entered):
+            yield Unmatched(f'[activation] sharded_inputs "{glob}"', glob, "modules", [*dict.fromkeys(filter(None, entered))])

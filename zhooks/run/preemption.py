@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from offload.errors import AttachError
+from offload.user_warnings import warn_user
 from zhooks.comm import CONTROL, Call, Comm
 
 __all__ = ["Preemption", "checked_signals"]
@@ -75,11 +75,10 @@ class Preemption:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
         if self._received and not self._everywhere:
             self._received = False
-            warnings.warn(
+            warn_user(
                 "detach: expected the loop to read attachment.preempted after a signal that catch_preemption catches, found "
                 "that it has not, so this process does not stop. Read it once more before detach().",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -6,6 +6,7 @@ pytest runs it, on one, two and four ranks. States, full values and whole loops 
 from __future__ import annotations
 
 import copy
+import linecache
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,12 +61,37 @@ def test_globs_that_match_nothing_here_are_described_and_warned_of_once() -> Non
         warned = len(caught)
         attachment.apply({**policy, "rule": rules[:1]})
         attachment.apply({"units": policy["units"], "rule": rules[1:]})
+    lines = [linecache.getline(one.filename, one.lineno).strip() for one in caught]
+    assert [line.partition("(")[0].rpartition(" ")[2] for line in lines] == (
+        [] if place()[0] else ["zhooks.attach"] * 2 + ["attachment.apply"] * 2
+    )
     texts = [str(one.message).partition(" matches nothing")[0] for one in caught]
     rule, inputs = '[[rule]] match = "decoder.*"', '[activation] sharded_inputs "encoder.*"'
     assert texts == ([] if place()[0] else [rule, inputs, inputs, rule])
     assert warned == (0 if place()[0] else 2)
     told = [line for line in attachment.describe().splitlines() if line.startswith("Matches nothing here")]
     assert told == [f"Matches nothing here: {rule}."]
+
+
+@pytest.mark.parametrize(
+    ("match", "said"),
+    [
+        ("encoder.layers.*.wieght", "The closest names of parameters are encoder.layers.0.weight, encoder.layers.1.weight;"),
+        (
+            "*.embed*",
+            "The names of parameters are encoder.layers.0.weight, encoder.layers.0.bias, encoder.layers.1.weight, ...;",
+        ),
+        ("*", ""),
+    ],
+)
+def test_a_glob_that_matches_nothing_is_warned_of_with_the_closest_names_or_the_first(match: str, said: str) -> None:
+    layers = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))})
+    model = nn.ModuleDict({"encoder": layers})
+    policy = {"units": {"min_numel": 0}, "rule": [{"match": match, "parameter": {"tier": "host"}}]}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zhooks.attach(model, policy=policy).detach()
+    assert [str(one.message).partition("no effect. ")[2].partition(" * matches")[0] for one in caught] == [said] * bool(said)
 
 
 @on_ranks(1)
