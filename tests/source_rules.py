@@ -155,7 +155,7 @@ ORDER = {
         "__init__", "simulation integrations",
         "attach", "attachment", "build", "planning", "plan", "report", "checkpoint", "run", "optim", "activation", "grad",
         "unit", "tensor", "comm", "layout",
-        "refusals tiling compiled", "shadowed",
+        "refusals tiling compiled keywords", "shadowed",
     ),
     "offload": (
         "__init__", "deepspeed dcp", "shards torchfiles", "stash", "store", "kernels", "disk",

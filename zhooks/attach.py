@@ -34,6 +34,7 @@ from zhooks.build import build_units, open_tiers, restore_units
 from zhooks.checkpoint import StockState, remove_dead_jobs
 from zhooks.comm import CONTROL, Call, Comm, Progress, all_or_none, meet, open_comm, refuse_unconnected, refused_by_all
 from zhooks.compiled import keep_outside_graphs
+from zhooks.keywords import explained
 from zhooks.optim import Closures, Optimizers, Owners, Rounding, Steps, watch_steps
 from zhooks.plan import DeviceBudget, Plan, Request, ignored_here, look, read
 from zhooks.planning import Choice, chosen_for
@@ -58,6 +59,7 @@ Batch = TypeVar("Batch")
 _IN_PLACE = "attach changes the model in place, so keep using the model"
 
 
+@explained
 def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,

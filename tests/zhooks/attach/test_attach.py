@@ -6,7 +6,10 @@ pytest runs it, on one, two and four ranks. States, full values and whole loops 
 from __future__ import annotations
 
 import copy
+import inspect
+import json
 import linecache
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +25,7 @@ import zhooks
 from tests.support.on_ranks import hooks_left, on_ranks, place
 from tests.support.ranks import Pool
 from tests.support.values import full, grad_of, same, sharded
+from zhooks.keywords import ELSEWHERE
 
 STAGES = (0, 1, 2, 3)
 
@@ -92,6 +96,46 @@ def test_a_glob_that_matches_nothing_is_warned_of_with_the_closest_names_or_the_
         warnings.simplefilter("always")
         zhooks.attach(model, policy=policy).detach()
     assert [str(one.message).partition("no effect. ")[2].partition(" * matches")[0] for one in caught] == [said] * bool(said)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"stage": 2}, 'It is a key of the policy: policy={"stage": 2}.'),
+        ({"prefetch": 3}, 'It is a key of the policy: policy={"schedule": {"prefetch": 3}}.'),
+        (
+            {"tier": "host"},
+            'It is a key of the policy: policy={"parameter": {"tier": "host"}}, also for gradient and optimizer and activation',
+        ),
+        ({"precision": "bf16"}, 'It is a key of the policy: policy={"precision": {...}}.'),
+        ({"cpu_offload": True}, 'Write policy={"optimizer": {"tier": "host"}}, also for '),
+        ({"device": "cuda"}, "Move the model first: model.to(device)."),
+        ({"optimizers": None}, "Did you mean optimizer?"),
+        ({"polcy": None}, "Did you mean policy?"),
+        ({"xyz": 1}, "Expected model, optimizer, policy, mesh, init or sync; all else is set by the policy."),
+    ],
+)
+def test_a_keyword_that_attach_does_not_have_is_a_type_error_that_says_where_it_belongs(
+    given: dict[str, Any], said: str
+) -> None:
+    model = net()
+    with pytest.raises(TypeError) as raised:
+        zhooks.attach(model, **given)
+    assert str(raised.value).startswith(f"attach() got an unexpected keyword argument {next(iter(given))!r}. {said}")
+    assert type(next(model.parameters())) is nn.Parameter and not hooks_left(model)
+    assert list(inspect.signature(zhooks.attach).parameters) == ["model", "optimizer", "policy", "mesh", "init", "sync"]
+
+
+def test_what_other_libraries_arguments_are_answered_with_is_a_policy_or_an_argument() -> None:
+    known = inspect.signature(zhooks.attach).parameters
+    for name, answer in ELSEWHERE.items():
+        assert name not in known
+        if (written := re.search(r"policy=(\{.*\}\})", answer)) is not None:
+            zhooks.Policy.of(json.loads(written[1]))
+        elif (argument := re.match(r"Write (\w+)=", answer)) is not None:
+            assert argument[1] in known
+        else:
+            assert answer == "Move the model first: model.to(device)"
 
 
 @on_ranks(1)
