@@ -50,9 +50,12 @@ def describe(
     numel = sum(flat.layout.numel for unit in units for flat in unit.flats)
     padding = sum(flat.layout.padding for unit in units for flat in unit.flats)
     on_tp = " on this tp rank" if comm.tp.axis.world > 1 else ""
+    flats = sum(len(unit.flats) for unit in units)
+    # A unit whose parameters differ in dtype, tier or training has a row for each kind.
+    in_rows = "" if flats == len(units) else f" in {counted(flats, 'flat buffer')} (rows)"
     lines.append(
-        f"{counted(len(units), 'unit')}, {numel:,} elements{on_tp}, {padding:,} of padding ({padding / max(1, numel):.3%}); "
-        f"{_axes(comm)}; transport {comm.shard.name}."
+        f"{counted(len(units), 'unit')}{in_rows}, {numel:,} elements{on_tp}, {padding:,} of padding "
+        f"({padding / max(1, numel):.3%}); {_axes(comm)}; transport {comm.shard.name}."
     )
     if payload is not None:
         lines.append(f"According to the plan, a training step moves {payload / 2**20:,.2f} MiB of payload.")
