@@ -9,6 +9,12 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
+# Shells start a script's background jobs with SIGINT ignored. make and all that it runs inherit that, so that an interrupt of
+# the group would stop nothing; the programs at least take it, and make starts no further one.
+INT := $(shell grep -qs '^SigIgn:.*[2367abef]$$' /proc/self/status && \
+	env --default-signal=INT true 2>/dev/null && echo env --default-signal=INT)
+RUN := $(strip $(INT) $(BIN)/python)
+
 .PHONY: help setup train test coverage mutation lint docs docs-serve clean
 
 help:
@@ -24,13 +30,19 @@ help:
 
 setup: $(STAMP)
 
+# On a terminal pip shows how far it is; elsewhere that would be hundreds of lines.
+PIP = @if test -t 1; then quiet=; else quiet=--quiet; fi; set -x; $(RUN) -m pip install $$quiet
+
 # The stamp is written last: an interrupted set-up is done again from where pip left it.
 $(STAMP): setup.cfg pyproject.toml
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	@echo 'installing torch and the test dependencies into $(VENV): minutes, about 5 GB'
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet -e '.[test]'
+	@echo 'setting up $(VENV), about 5 GB in all'
+	@echo '1 of 2: installing torch; this takes minutes'
+	$(PIP) $(TORCH)
+	@echo '2 of 2: installing this project and what its tests need (transformers, lightning, ruff, ...); this takes minutes'
+	$(PIP) -e '.[test]'
 	touch $(STAMP)
+	@echo '$(VENV) is set up'
 
 # One thread per rank on CPU: with one thread per core, two ranks would compete for the cores. The program names make in the
 # commands that it proposes at its end.
@@ -39,30 +51,33 @@ train: setup
 	test "$$gpus" -gt 0 || export OMP_NUM_THREADS=1; \
 	test -n "$$nproc" || nproc=$$([ "$$gpus" -gt 0 ] && echo "$$gpus" || echo 2); \
 	export TRAIN_GPT_MAKE='make train$(if $(NPROC), NPROC=$(NPROC))'; \
-	exec $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node "$$nproc" examples/train_gpt.py $(ARGS)
+	exec $(RUN) -m torch.distributed.run --standalone --nproc_per_node "$$nproc" examples/train_gpt.py $(ARGS)
 
 lint: setup
-	$(BIN)/python -m ruff check .
-	$(BIN)/python -m mypy --strict zhooks offload tools/zprof tests benchmarks
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy --strict zhooks offload tools/zprof tests benchmarks
 
 # Two processes: most tests wait for other ranks, for disks or for children, so one alone leaves the cores idle. Hundreds of the
 # programs that tests start import the packages, which are compiled once unless the environment forbids it.
 test: export PYTHONDONTWRITEBYTECODE =
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 20
+	$(RUN) -m pytest -n 2 --dist loadfile --durations 20
 
-# Every process writes a file, wherever it runs; they are added up at the end, also where a test has failed. What is measured
-# writes, too, where no file may grow.
+# Every process writes a file, wherever it runs; they are added up at the end, also where a test has failed (pytest ends with 1),
+# but not where the tests were interrupted. What is measured writes, too, where no file may grow.
+coverage: export COVERAGE_FILE = $(CURDIR)/build/coverage/data
 coverage: setup
 	rm -rf build/coverage && mkdir -p build/coverage
-	set -e; export COVERAGE_FILE="$(CURDIR)/build/coverage/data"; \
-	ended=0; $(BIN)/python -m coverage run -m pytest -n 2 --dist loadfile -k 'not a_full_disk' $(ARGS) || ended=$$?; \
-	$(BIN)/python -m coverage combine --quiet build/coverage; $(BIN)/python -m coverage report; exit $$ended
+	$(RUN) -m coverage run -m pytest -n 2 --dist loadfile -k 'not a_full_disk' $(ARGS) || \
+		{ ended=$$?; touch build/coverage/failed; test $$ended -eq 1; }
+	$(RUN) -m coverage combine --quiet build/coverage
+	$(RUN) -m coverage report
+	@test ! -e build/coverage/failed || { echo 'tests have failed'; exit 1; }
 
 # By hand: it says how much the tests of these packages hold, which no change alters by much.
 mutation: setup
-	$(BIN)/python -m pip install --quiet -e '.[mutation]'
-	$(BIN)/python -m tests.mutation $(or $(ARGS),--sample 110 --seed 17)
+	$(PIP) -e '.[mutation]'
+	$(RUN) -m tests.mutation $(or $(ARGS),--sample 110 --seed 17)
 
 # The theme's notice on MkDocs 2 has nothing to do with this site: setup.cfg keeps to MkDocs 1.
 docs: setup

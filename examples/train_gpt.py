@@ -333,7 +333,7 @@ class GatherCount:
 
 
 class Display(contextlib.ExitStack):
-    """The progress bar on rank 0, and a line every fifty steps for logs that keep no bar."""
+    """The progress bar on rank 0, and a line for the first step and every fiftieth, for logs that keep no bar."""
 
     def __init__(self, job: Job, model: nn.Module, attachment: zhooks.Attachment | None, console: Console) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ class Display(contextlib.ExitStack):
         speed = tokens / self.seconds
         line = f"loss {loss:.3f}, {speed:,.0f} tokens/s, {self._held}, gathers {mib(gathered)} per step"
         self._progress.update(self._task, completed=step + 1, description=line)
-        if (step + 1) % 50 == 0:
+        if step == 0 or (step + 1) % 50 == 0:
             self._console.print(f"step {step + 1}, {self.seconds:.0f} s: {line}")
 
 

@@ -58,6 +58,7 @@ def test_make_train_trains_as_the_plain_model_and_saves_what_loads(
     assert re.search(r"^\s*parameter\b.*", said, re.MULTILINE), "the memory table"
     assert "total, with activations at their peak: device " in said and "activations by the formula: " in said
     assert "stopped after" not in said
+    assert re.search(r"^step 1, \d+ s: loss \d", said, re.MULTILINE), "a log need not wait for the fiftieth"
     heading = "Text that the model generates after 'def '"
     assert re.search(rf"^validation loss \S+ nats per byte\n\n{heading}\n\ndef ", said, re.MULTILINE)
     found = json.loads((tmp_path / "result.json").read_text())
