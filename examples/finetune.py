@@ -63,11 +63,15 @@ def main(steps: int, batch: int, layers: int, width: int, context: int, policy: 
     held_out = torch.utils.data.Subset(Windows(corpus.held_out, context), range(min(64, corpus.held_out.numel() // context)))
     train, model = Windows(corpus.train, context), language_model(layers, width)
     trainer = Trainer(model, arguments, train_dataset=train, eval_dataset=held_out, zhooks=policy)
+    before = trainer.evaluate()["eval_loss"]
+    # The model is attached by now. Activations are counted from the first call on.
+    trainer.attachment.memory()
     trainer.train()
-    loss = trainer.evaluate()["eval_loss"]
+    after = trainer.evaluate()["eval_loss"]
     trainer.save_model(out)
     if trainer.is_world_process_zero():
-        click.echo(f"{trainer.attachment.memory()}\nheld-out loss {loss:.3f} nats per byte; the model is in {out}/")
+        click.echo(trainer.attachment.memory())
+        click.echo(f"held-out loss {before:.3f} before and {after:.3f} nats per byte after training; the model is in {out}/")
 
 
 if __name__ == "__main__":

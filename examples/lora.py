@@ -41,6 +41,8 @@ def main(steps: int, batch: int, layers: int, width: int, lora_rank: int, contex
         adapters = peft.LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(language_model(layers, width).to(device, torch.bfloat16), adapters)
         attachment = zhooks.attach(model, policy={"stage": 3})
+        # Activations are counted from the first call on.
+        attachment.memory()
         trainable = [param for param in model.parameters() if param.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=5e-3)
         for step in range(steps):

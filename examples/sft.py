@@ -60,14 +60,20 @@ def main(steps: int, batch: int, layers: int, width: int, policy: Path | None, s
         max_length=256, report_to=[], save_strategy="no", use_cpu=not torch.cuda.is_available(), dataloader_pin_memory=False,
         bf16=False,
     )  # fmt: skip
-    data = Dataset.from_list(list(functions(source, 2000)))
+    data = Dataset.from_list(list(functions(source, 2000))).train_test_split(64, seed=0)
     trainer = SFTTrainer(
-        language_model(layers, width), config, train_dataset=data, processing_class=byte_tokenizer(), zhooks=policy
-    )
+        language_model(layers, width), config, train_dataset=data["train"], eval_dataset=data["test"],
+        processing_class=byte_tokenizer(), zhooks=policy,
+    )  # fmt: skip
+    before = trainer.evaluate()["eval_loss"]
+    # The model is attached by now. Activations are counted from the first call on.
+    trainer.attachment.memory()
     trainer.train()
+    after = trainer.evaluate()["eval_loss"]
     trainer.save_model(out)
     if trainer.is_world_process_zero():
-        click.echo(f"{trainer.attachment.memory()}\nthe model is in {out}/")
+        click.echo(trainer.attachment.memory())
+        click.echo(f"held-out loss {before:.3f} before and {after:.3f} after training; the model is in {out}/")
 
 
 if __name__ == "__main__":
