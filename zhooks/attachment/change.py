@@ -23,6 +23,7 @@ from zhooks.activation import check_axis
 from zhooks.build import BuildContext, Tiers, relayout_units
 from zhooks.checkpoint import check_owned, own_anew
 from zhooks.comm import Comm, all_or_none, another_mesh, close_unused, disagreement, policy_facts, rearranged
+from zhooks.compiled import uncompiled
 from zhooks.layout import PP, TP, Ignored, Mesh, Table, UnitPlan
 from zhooks.optim import Optimizers, Rounding, Steps
 from zhooks.plan import DeviceBudget, Headroom, Layouts, check_change, check_ignored, check_scaled, rest_reserve, shards_reserve
@@ -85,7 +86,8 @@ class Changeable:
         """What flats are built on, now or over another mesh and other tiers."""
         comm, tiers = comm or self._comm, tiers or self._tiers
         runtime, beside = self._runtime, {TP: comm.tp, PP: comm.pp}
-        links = Links(self._bus, tiers.store, beside, runtime.asked, runtime.node, runtime.scaling)
+        pretrained = callable(getattr(uncompiled(self.model), "save_pretrained", None))
+        links = Links(self._bus, tiers.store, beside, runtime.asked, runtime.node, runtime.scaling, pretrained)
         return BuildContext(comm, self._pool, links)
 
     def _keep_within(self, spare: int | None) -> None:

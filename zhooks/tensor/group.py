@@ -61,6 +61,7 @@ class ShardGroup:
         transport: between those.
         replicated: each of them has all of the buffer.
         buffer_nbytes: bytes that no buffer may exceed.
+        pretrained: the model that it is of has ``save_pretrained``, for errors.
     Attributes:
         layout: how the buffer is divided; over this rank alone where it has all of it.
         transport: between the ranks of ``layout``.
@@ -81,8 +82,9 @@ class ShardGroup:
         buffer_nbytes: int,
         beside: Mapping[str, Transport] | None = None,
         watch: Watch | None = None,
+        pretrained: bool = False,
     ) -> None:
-        self.name, self.number, self.buffer_nbytes = name, number, buffer_nbytes
+        self.name, self.number, self.buffer_nbytes, self.pretrained = name, number, buffer_nbytes, pretrained
         axis = transport.axis
         alone = Alone(Axis(axis.name, (axis.ranks[axis.rank],), 0))
         self.layout, self.transport = (layout.undivided(), alone) if replicated else (layout, transport)

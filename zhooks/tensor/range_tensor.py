@@ -263,11 +263,14 @@ def range_alone(what: str, tensor: RangeTensor) -> ShardedOpError:
     found = f"one rank's range of the model, here {tensor._local.numel()} of its {spec.numel} elements"
     if not spec.group.sharded and spec.place is None:
         found = "it in memory it shares with its unit"
+    through, folder = "torch.save, safetensors", ""
+    if spec.group.pretrained:
+        through = f"{through}, save_pretrained"
+        folder = "attachment.save_pretrained(folder) for the folder that from_pretrained reads, "
     return ShardedOpError(
-        f"{what} {spec.name} (torch.save, safetensors, save_pretrained, or a checkpoint of Lightning, Accelerate or Trainer): "
-        f"expected the whole tensor, found {found}. Call, on every rank, "
-        "attachment.save(folder) to resume, attachment.save_pretrained(folder) for the folder that from_pretrained reads, "
-        "attachment.save_full(file) for only the weights, or attachment.state_dict(optimizer), whole on rank 0."
+        f"{what} {spec.name} ({through}, or a checkpoint of Lightning, Accelerate or Trainer): expected the whole tensor, "
+        f"found {found}. Call, on every rank, attachment.save(folder) to resume, {folder}attachment.save_full(file) for only "
+        "the weights, or attachment.state_dict(optimizer), whole on rank 0."
     )
 
 

@@ -61,6 +61,7 @@ class Links:
         ask: told that it is to be used, looked at or laid out anew; None once the model is plain.
         node: makes the node of the graph that its values come from.
         watch: who watches its gradients.
+        pretrained: the model has ``save_pretrained``, as those of transformers and PEFT do.
     """
 
     bus: Bus = field(default_factory=Bus)
@@ -69,6 +70,7 @@ class Links:
     ask: Callable[[Flat, str], None] | None = None
     node: Callable[[Flat], tuple[Tensor, ...]] | None = None
     watch: Watch | None = None
+    pretrained: bool = False
 
 
 class Flat:
@@ -97,6 +99,7 @@ class Flat:
             buffer_nbytes=pool.bound,
             beside=links.beside,
             watch=links.watch,
+            pretrained=links.pretrained,
         )
         self.buffer = buffer_of(plan, self.group, pool, links.store)
         self.version = self.buffer.version

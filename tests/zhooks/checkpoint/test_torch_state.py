@@ -98,6 +98,19 @@ def test_a_file_of_one_ranks_ranges_is_refused_with_what_to_do_on_all_ranks_or_o
     job.train(range(1, 2))
 
 
+@on_ranks(2)
+def test_what_save_pretrained_writes_is_offered_for_a_model_that_has_it_alone() -> None:
+    class Pretrained(nn.Sequential):
+        def save_pretrained(self, folder: str) -> None: ...
+
+    for kind in (nn.Sequential, Pretrained):
+        attachment = zhooks.attach(model := kind(nn.Linear(4, 4), nn.Linear(4, 4)))
+        with pytest.raises(zhooks.ShardedOpError, match=r"attachment\.save_full") as refused:
+            torch.save(model.state_dict(), io.BytesIO())
+        assert str(refused.value).count("save_pretrained") == (2 if kind is Pretrained else 0)
+        attachment.detach()
+
+
 @on_ranks(1, stage=(0, 3))
 def test_at_a_world_of_one_files_are_plain_and_whole_and_the_stock_loop_resumes(stage: int) -> None:
     job, plain = Job({"stage": stage}), Job(None)
