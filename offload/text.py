@@ -31,6 +31,7 @@ __all__ = [
     "parse_amount",
     "parse_duration",
     "parse_size",
+    "plural",
     "shown",
     "shown_path",
     "toml_key",
@@ -103,8 +104,13 @@ def as_size(nbytes: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """"1 unit", "1,024 units"; for nouns whose plural ends in s."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    """"1 unit", "1,024 units", "2 processes"; for nouns whose plural ends in s."""
+    return f"{number:,} {plural(number, noun)}"
+
+
+def plural(number: int, noun: str) -> str:
+    """The noun for so many: "rank" or "ranks", before their names, say."""
+    return noun if number == 1 else f"{noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def as_duration(ns: float, digits: int = 3) -> str:

@@ -26,7 +26,7 @@ from offload.shards.file import Record
 from offload.shards.folder import EXCHANGE, OURS, Folder, lstat, made_by_first, renameat2, retire
 from offload.shards.leftovers import recover, standing, working
 from offload.shards.manifest import MANIFEST, MANIFEST_MOST, Manifest, encoded, shard_name
-from offload.text import shown, shown_path
+from offload.text import counted, shown, shown_path
 
 __all__ = ["Draft", "destination", "find"]
 
@@ -151,8 +151,9 @@ class Draft:
         raw = encoded(manifest)
         if len(raw) > MANIFEST_MOST:
             raise CheckpointError(
-                f"save {self.target}: expected a manifest of at most {MANIFEST_MOST} bytes, found {len(raw)} for {len(files)} "
-                "rank(s). Attach with fewer units (a larger [units] min_numel), or save from fewer ranks."
+                f"save {self.target}: expected a manifest of at most {MANIFEST_MOST} bytes, found {len(raw)} for "
+                f"{counted(len(files), 'rank')}. Attach with fewer units (a larger [units] min_numel), or save from "
+                "fewer ranks."
             )
         self._made.create(MANIFEST, raw)
         self._made.sync()

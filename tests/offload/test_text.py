@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.text import as_dollars, as_duration, as_moment, counted, parse_duration
+from offload.text import as_dollars, as_duration, as_moment, counted, parse_duration, plural
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,11 @@ def test_a_price_below_a_cent_has_three_digits(price: float, said: str) -> None:
 @pytest.mark.parametrize(("number", "said"), [(0, "0 steps"), (1, "1 step"), (2, "2 steps"), (1024, "1,024 steps")])
 def test_a_count_and_its_noun_agree(number: int, said: str) -> None:
     assert counted(number, "step") == said
+
+
+@pytest.mark.parametrize(("number", "said"), [(0, "processes"), (1, "process"), (2, "processes")])
+def test_a_noun_in_s_has_a_plural_in_es(number: int, said: str) -> None:
+    assert plural(number, "process") == said
 
 
 @pytest.mark.parametrize(

@@ -254,7 +254,7 @@ def test_what_is_there_already_stays(folder: Path, tmp_path: Path, zprof: Zprof)
 
 def test_a_whole_folder_is_verified(folder: Path, zprof: Zprof) -> None:
     result = zprof("checkpoint", "verify", folder / "run")
-    assert result.exit_code == 0 and "ok, 2 file(s)" in result.stdout
+    assert result.exit_code == 0 and "ok, 2 files," in result.stdout
 
 
 def test_every_damaged_file_is_named_and_nothing_is_converted(copied: Path, tmp_path: Path, zprof: Zprof) -> None:

@@ -44,7 +44,7 @@ def test_a_folder_says_what_it_holds(tmp_path: Path, zprof: Zprof) -> None:
 
 def test_a_folder_is_verified_as_far_as_it_has_checksums(tmp_path: Path, zprof: Zprof) -> None:
     unpacked(tmp_path, ["z2-fp32-2", "z2-fp32-2-legacy"])
-    assert "ok, 3 file(s)" in zprof("checkpoint", "verify", tmp_path / "z2-fp32-2").stdout
+    assert "ok, 3 files," in zprof("checkpoint", "verify", tmp_path / "z2-fp32-2").stdout
     assert "3 without checksums" in zprof("checkpoint", "verify", tmp_path / "z2-fp32-2-legacy").stdout
     damaged = tmp_path / "z2-fp32-2/global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"
     param = read(tmp_path / "z2-fp32-2").params["b.weight"]

@@ -157,7 +157,7 @@ def test_the_offset_of_a_host_whose_wall_clock_is_wrong_is_recovered_within_what
     skew = body["ranks"]["skew"]
     assert skew and all(each["late_ns"] < 200 * MS for each in skew), "as late as they were, not as their clocks are wrong"
     text = " ".join(zprof("report", "job7.0.zprof", "job7.1.zprof").stdout.split())
-    assert "rank(s) 1: its wall clock is 25" in text
+    assert "rank 1: its wall clock is 25" in text
     assert "behind the first rank's; corrected by collectives, to within" in text
     assert "aligned with the first by wall clock" not in text
     assert zprof("export", "job7.0.zprof", "job7.1.zprof", "--format", "perfetto", "-o", "out").exit_code == 0

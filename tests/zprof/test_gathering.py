@@ -88,7 +88,7 @@ def test_a_rank_that_does_not_come_is_named_and_others_are_gathered(tmp_path: Pa
     paths = traces(tmp_path, 4)
     del paths[2]
     (first, *others) = together(paths, world=4, patience_s=5.0)
-    assert "gathered 2 of 3" in first[0] and first[1:] == ["not gathered: rank(s) 2: nothing came from it for 5 s"]
+    assert "gathered 2 of 3" in first[0] and first[1:] == ["not gathered: rank 2: nothing came from it for 5 s"]
     assert others == [[], []] and (tmp_path / "host0/job7.3.zprof").exists()
 
 
@@ -116,9 +116,9 @@ def test_what_cannot_be_kept_stays_where_it_is_and_both_ends_say_why(tmp_path: P
     write_trace(paths[3].with_name("other.zprof"), sample_rows(), rank=7, world=9).rename(paths[3])
     first, second, third, fourth = together(paths)
     assert first[0].startswith("gathered 0 of 3") and first[1:] == [
-        f"not gathered: rank(s) 1: {there}: expected a trace of zprof, found something else; record one with zprof run",
-        "not gathered: rank(s) 2: it has no trace (No such file or directory)",
-        "not gathered: rank(s) 3: expected a trace of rank 3 of 4, found one of rank 7 of 9",
+        f"not gathered: rank 1: {there}: expected a trace of zprof, found something else; record one with zprof run",
+        "not gathered: rank 2: it has no trace (No such file or directory)",
+        "not gathered: rank 3: expected a trace of rank 3 of 4, found one of rank 7 of 9",
     ]
     assert there.read_bytes() == b"mine" and not list((tmp_path / "host0").glob(".*")) and len(first) == 4
     assert "expected a trace of zprof" in second[0] and "there is no trace" in third[0] and "found one of rank 7" in fourth[0]

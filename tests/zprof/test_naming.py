@@ -122,7 +122,7 @@ def test_rank_chooses_one_trace_of_a_run(named: list[str]) -> None:
     refused = zprof("report", *named, "--rank", "7")
     where = named[0] if named else "run.0.zprof"
     assert refused.exit_code == 1
-    assert refused.stderr == f"--rank 7: expected a trace of this rank in {where}, found rank(s) 0, 1, 2\n"
+    assert refused.stderr == f"--rank 7: expected a trace of this rank in {where}, found ranks 0, 1, 2\n"
     assert zprof("report", "--rank", "-1").exit_code == 2
 
 

@@ -133,7 +133,7 @@ def test_a_rank_of_several_is_chosen() -> None:
     assert zprof.open("run.1.zprof").rank == 1
     with pytest.raises(TraceError, match=r"^\.: expected one rank, found 3; choose one, such as rank=0$"):
         zprof.open(".")
-    with pytest.raises(TraceError, match=re.escape("found rank(s) 0, 1, 2")):
+    with pytest.raises(TraceError, match=re.escape("found ranks 0, 1, 2")):
         zprof.open(Path(), rank=5)
 
 

@@ -153,7 +153,7 @@ def test_show_says_what_a_model_costs_and_whether_the_budgets_hold_it(zprof: Zpr
     assert result.stdout.endswith(
         """\
 #
-# 7,000,000,000 parameters over 8 rank(s), Adam, bytes per rank at the end of backward:
+# 7,000,000,000 parameters over 8 ranks, Adam, bytes per rank at the end of backward:
 # +-----------------------------------------------------------------------------------+
 # | what      | tier   | holds                    | B/param |    elements |     bytes |
 # |-----------+--------+--------------------------+---------+-------------+-----------|

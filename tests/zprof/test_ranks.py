@@ -144,7 +144,7 @@ def test_files_that_are_not_the_ranks_of_one_run_are_refused_in_one_line(tmp_pat
     (tmp_path / "empty").mkdir()
     for runs, said in (
         ([one, two], f"{two}: rank 1 is in {one} already; expected one trace per rank, name one of them"),
-        ([one, other], f"{other}: of a run with 3 rank(s), {one} of one with 2; report one run at a time, .*zprof diff"),
+        ([one, other], f"{other}: of a run with 3 ranks, {one} of one with 2; report one run at a time, .*zprof diff"),
         ([tmp_path / "empty"], "empty: no .*zprof in this folder"),
         ([tmp_path / "none.zprof"], "none.zprof: cannot be read: No such file"),
     ):

@@ -172,7 +172,7 @@ def test_ranks_are_told_together_with_who_is_late_and_who_is_missing(report: Rep
     text = report("runs", "--by", "rank").stdout
     assert "3 ranks; shown in full is rank 1, whose device holds most" in text
     assert "device: rank 1 peaks 6 MiB above rank 0" in text
-    assert "rank(s) 3: aligned with the first by wall clock, so skews may be clock error" in text
+    assert "rank 3: aligned with the first by wall clock, so skews may be clock error" in text
     assert "not in this report, of 4 ranks: 2" in text
     assert "late to" in text
 

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from offload.errors import CapabilityError
+from offload.text import counted
 from zhooks.activation.objects import Found
 from zhooks.activation.residual import Residual
 from zhooks.refusals import modified
@@ -67,9 +68,9 @@ def nothing_recomputed(model: nn.Module, units: Sequence[Unit]) -> str:
     """The warning for a model without such modules."""
     return (
         '[activation] checkpoint = "unit": expected units that keep more than their inputs, found none in the '
-        f"{type(model).__name__}: each of its {len(units)} units is a single layer, or the whole model. Nothing is recomputed, "
-        'and no memory is saved. Choose the blocks as units, for example with [units] names = ["layers.*"] or classes = '
-        '["Block"]; attachment.describe() lists the units.'
+        f"{type(model).__name__}: of its {counted(len(units), 'unit')} each is a single layer, or the whole model. Nothing is "
+        'recomputed, and no memory is saved. Choose the blocks as units, for example with [units] names = ["layers.*"] or '
+        'classes = ["Block"]; attachment.describe() lists the units.'
     )
 
 

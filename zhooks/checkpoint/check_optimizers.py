@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import CheckpointError
+from offload.text import counted
 from zhooks.checkpoint.check_whole_states import Follow, check_fits, check_whole, converted, dtypes_of, follows
 from zhooks.checkpoint.load_shard import OptimizerStates
 from zhooks.checkpoint.saved_files import SavedFolder
@@ -156,7 +157,7 @@ def _keys(group: int, names: Sequence[str]) -> dict[tuple[int, str, int], int]:
 def _grouped(optimizer: torch.optim.Optimizer, group: int, named: Sequence[Any], saved: Sequence[Any]) -> CheckpointError:
     return CheckpointError(
         f"load: expected {type(optimizer).__name__} with the parameter groups of the checkpoint, found different ones from "
-        f"group {group} on ({len(named)} groups here, {len(saved)} there). Group parameters in the same way."
+        f"group {group} on ({counted(len(named), 'group')} here, {len(saved)} there). Group parameters in the same way."
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from offload.deepspeed import VALUE, SavedRun, SavedTensor, Values
 from offload.errors import CheckpointError
 from offload.shards import Entry, Manifest, Record
+from offload.text import counted
 from offload.torchfiles import Stored
 from zhooks.checkpoint.ignored_values import plain_of
 from zhooks.checkpoint.saved_files import Files, Place, SavedFolder
@@ -200,7 +201,7 @@ def _optimizer(run: RunState, saved: SavedRun, named: Mapping[str, SavedTensor])
         others = {name for name in names if name not in named or named[name].group not in (number, None)}
         strange = wanted - set(names) or others
         if strange:
-            what = f"group {number} with {len(wanted)} parameters"
+            what = f"group {number} with {counted(len(wanted), 'parameter')}"
             raise _other(saved, what, f"{len(names)} here, and {min(strange) or 'one of another model'} in only one of the two")
         rows.append({"params": names, "options": packer.pack(_options(saved, optimizer, number, here, kept), "options")})
         for index, name in enumerate(names):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import CheckpointError
+from offload.text import counted
 from zhooks.checkpoint.full_optimizer_state import apply_plan, plan_of
 from zhooks.checkpoint.ignored_values import (
     check_alike,
@@ -273,7 +274,7 @@ def gathered(
     missing = [param for param in parameters if id(param) not in values]
     if missing:
         raise CheckpointError(
-            f"gathered: expected parameters of this model, found {len(missing)} others. Pass model.parameters() or "
+            f"gathered: expected parameters of this model, found {counted(len(missing), 'other')}. Pass model.parameters() or "
             "some of them."
         )
     slots = [(unit, slot) for unit in touched for slot in unit.slots if id(unit.flats[slot.flat].params[slot.index]) in wanted]

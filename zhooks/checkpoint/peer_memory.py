@@ -43,7 +43,7 @@ from offload.shards import (
     shard_name,
 )
 from offload.store import Store
-from offload.text import as_size, shown_path
+from offload.text import as_size, counted, shown_path
 from offload.tier import Tier
 from offload.user_warnings import warn_user
 from zhooks.checkpoint.background import write_file
@@ -158,8 +158,9 @@ class PeerMemory:
             raise
         if wanted.copies >= hosts.count and "copies" in wanted.model_fields_set and ranks.first:
             warn_user(
-                f"memory of peers: expected {wanted.copies} other host(s) for copies, found {hosts.count - 1}: shards that "
-                "only a lost host had are lost with it. Run on more hosts, or also save to a folder.",
+                f"memory of peers: expected {counted(wanted.copies, 'other host')} for copies, found "
+                f"{hosts.count - 1}: shards that only a lost host had are lost with it. Run on more hosts, or also save to a "
+                "folder.",
                 RuntimeWarning,
             )
         if store is not None:

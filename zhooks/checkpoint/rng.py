@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from offload.errors import CheckpointError
+from offload.text import counted
 
 
 def generators(devices: Iterable[torch.device]) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def check(states: Any, devices: Iterable[torch.device]) -> None:
     if not isinstance(states["cuda"], list) or len(states["cuda"]) != len(cuda):
         found = len(states["cuda"]) if isinstance(states["cuda"], list) else states["cuda"]
         raise CheckpointError(
-            f"load: expected the random states of {len(cuda)} CUDA device(s) on this rank, found {found}. "
+            f"load: expected the random states of {counted(len(cuda), 'CUDA device')} on this rank, found {found}. "
             "Load on the same kind and number of devices."
         )
     for device, state in zip([torch.device("cpu"), *cuda], [states["torch"], *states["cuda"]], strict=True):

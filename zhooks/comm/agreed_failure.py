@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from weakref import WeakMethod
 
 from offload.errors import DivergenceError
+from offload.text import plural
 from zhooks.comm.processes import Process, ended
 from zhooks.comm.progress import Progress, describe_progress
 from zhooks.comm.transport import Call
@@ -62,7 +63,7 @@ class Verdict:
     def who(self) -> str:
         numbers = [str(rank) for rank in self.ranks]
         listed = numbers[0] if len(numbers) == 1 else f"{', '.join(numbers[:-1])} and {numbers[-1]}"
-        return f"rank{'s' if len(numbers) > 1 else ''} {listed}"
+        return f"{plural(len(numbers), 'rank')} {listed}"
 
     def error(self, call: Call, axis: Axis) -> DivergenceError:
         """In the words of a rank that was in ``call``."""

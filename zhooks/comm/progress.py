@@ -15,6 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from offload.text import counted, plural
+
 __all__ = ["LastInputs", "Progress", "by_rank", "describe_progress"]
 
 #: So many ranks are named one by one, and so many tensors of a forward are kept.
@@ -77,6 +79,6 @@ def by_rank(held: Mapping[int, str]) -> str:
     named = [rank for rank in held if not (majority and held[rank] == common)]
     words = [f"{held[rank]} on rank {rank}" for rank in named[:_NAMED]]
     left = len(named) - _NAMED
-    words += [f"others on {left} more rank{'' if left == 1 else 's'}"] if left > 0 else []
-    words += [f"{common} on the other{'s' if count > 1 else ''}"] if majority else []
+    words += [f"others on {counted(left, 'more rank')}"] if left > 0 else []
+    words += [f"{common} on the {plural(count, 'other')}"] if majority else []
     return ", ".join(words)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import ShardedOpError, ZhooksError
+from offload.text import counted
 from zhooks.comm import CONTROL, Call, Comm, norms_of_runs
 from zhooks.layout import TP
 from zhooks.tensor import ShardedTensor
@@ -53,8 +54,8 @@ def gradient_norms(units: Sequence[Unit], comm: Comm) -> GradNorms:
         raise problem
     if exchanged[-1]:
         raise ShardedOpError(
-            f"grad_norms: expected gradients that every rank can read, found {int(exchanged[-1])} rank(s) that cannot. Their "
-            "own errors say why."
+            f"grad_norms: expected gradients that every rank can read, found {counted(int(exchanged[-1]), 'rank')} "
+            "without. Their own errors say why."
         )
     summed = exchanged[:-1]
     roots = summed.sqrt().tolist()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from offload.store import Block, BlockRange, owner_of
+from offload.text import counted
 from offload.tier import Tier
 from zhooks.activation import Residual
 from zhooks.comm import Comm
@@ -102,7 +103,7 @@ class MemoryReport:
         counts = "with activations at their peak" if self._counts_activations else "without activations"
         lines.append(f"total, {counts}: {tiers or 'nothing'}")
         lines.append(
-            f"{self.psi:,} parameters over {self.ranks} rank(s); the ZeRO paper's figure for mixed precision with "
+            f"{self.psi:,} parameters over {counted(self.ranks, 'rank')}; the ZeRO paper's figure for mixed precision with "
             f"Adam: {mib(self.paper)}"
         )
         return "\n".join((*lines, *self.notes))

@@ -22,7 +22,7 @@ from glob import escape
 from typing import Any, Literal
 
 from offload.policy import Policy
-from offload.text import toml_value
+from offload.text import counted, toml_value
 
 __all__ = ["Advice", "Proposal", "Ranges", "propose"]
 
@@ -165,8 +165,8 @@ class Proposal:
         lost = [one.unit for one in self.ranges if one.lost is not None and one.lost > _MOST_LOST]
         if lost:
             lines.append(
-                f"In {len(lost)} unit(s) more than {_MOST_LOST:.0%} of the updates would vanish if parameters were kept in "
-                'bf16 and rounded to the nearest: keep fp32 masters, or set [optimizer] rounding = "stochastic".'
+                f"In {counted(len(lost), 'unit')} more than {_MOST_LOST:.0%} of the updates would vanish if parameters were "
+                'kept in bf16 and rounded to the nearest: keep fp32 masters, or set [optimizer] rounding = "stochastic".'
             )
         return "\n".join(lines)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zhooks
+from offload.text import counted
 from tests.support.on_ranks import on_ranks, place
 from tests.support.waiting import soon
 
@@ -169,7 +170,7 @@ def test_the_papers_figure_stands_beside_it(stage: int) -> None:
     assert report.paper == paper
     text = str(report)
     figure = f"the ZeRO paper's figure for mixed precision with Adam: {paper / 2**20:,.2f} MiB"
-    assert f"{PSI:,} parameters over {world} rank(s)" in text and figure in text
+    assert f"{PSI:,} parameters over {counted(world, 'rank')}" in text and figure in text
     assert [line.split()[0] for line in text.splitlines()[1:4]] == ["parameter", "gradient", "optimizer"]
     for name in ("gathered units", "partial gradients", "idle buffers"):
         assert f"+ {name}" in text

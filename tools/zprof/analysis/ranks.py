@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offload.text import counted, plural
 from zprof.analysis.clock_bounds import SYNCHRONISING, bounds
 from zprof.rows import TraceError
 
@@ -197,7 +198,7 @@ def members_of(runs: Sequence[str | Path], unreadable: dict[Path, str] | None = 
             raise TraceError(f"{path}: {again}; expected one trace per rank, name one of them")
         if header.world != first.header.world:
             raise TraceError(
-                f"{path}: of a run with {header.world} rank(s), {first.path} of one with {first.header.world}; "
+                f"{path}: of a run with {counted(header.world, 'rank')}, {first.path} of one with {first.header.world}; "
                 "report one run at a time, or compare them with `zprof diff`"
             )
     if first is None and unreadable:
@@ -235,7 +236,7 @@ def paths_of(ranks: Sequence[int], runs: Sequence[str | Path]) -> list[Path]:
     for rank in ranks:
         if rank not in found:
             here = sorted(found)
-            others = f"rank(s) {', '.join(map(str, here[:8]))}{', ...' if len(here) > 8 else ''}"
+            others = f"{plural(len(here), 'rank')} {', '.join(map(str, here[:8]))}{', ...' if len(here) > 8 else ''}"
             raise TraceError(f"--rank {rank}: expected a trace of this rank in {runs[0]}, found {others}")
     return [found[rank] for rank in sorted(wanted)]
 

@@ -22,6 +22,7 @@ import psutil
 
 from offload.errors import CapabilityError
 from offload.hardware import Fit, Hardware, Sample, fit
+from offload.text import counted
 from zprof.bench.neighbours import neighbours
 from zprof.bench.shared_memory import file_nbytes
 
@@ -69,7 +70,7 @@ def _base(name: str, folder: Path, cores: int, devices: int, flops: float, bandw
     unmeasured: dict[str, Any] = {"source": source}
     values = {
         "name": name,
-        "title": f"{platform.processor() or platform.machine()}, {cores} core(s), one thread a device, {date}",
+        "title": f"{platform.processor() or platform.machine()}, {counted(cores, 'core')}, one thread a device, {date}",
         "kind": "cpu",
         "device": unmeasured | {"count": devices, "memory": memory, "memory_bandwidth": 1.0, "launch": 0.0},
         "peak": unmeasured | {"fp32": 1.0},

@@ -19,7 +19,7 @@ import click
 
 from offload.budget import available
 from offload.errors import CapabilityError
-from offload.text import as_size, parse_size
+from offload.text import as_size, counted, parse_size
 from offload.tier import Tier
 from zprof.bench.store import Figure, bench_path, keep
 
@@ -181,7 +181,8 @@ def _gather(nbytes: int, ranks: int | None, now: str) -> Figure:
     gpus = torch.cuda.device_count()
     world = ranks or max(2, gpus)
     if 0 < gpus < world:
-        raise CapabilityError(f"gather: expected one GPU per rank, found {gpus} for {world} rank(s); set --ranks, or add GPUs")
+        found = f"{gpus} for {counted(world, 'rank')}"
+        raise CapabilityError(f"gather: expected one GPU per rank, found {found}; set --ranks, or add GPUs")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
     try:
         done = subprocess.run(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from offload.errors import CheckpointError, PolicyError
-from offload.text import as_size, parse_size, shown
+from offload.text import as_size, counted, parse_size, shown
 from zprof.problem import Misuse, Problem
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def verify(folder: Path, as_json: bool) -> None:
         raise Problem("\n".join(damaged.values()))
     else:
         without = f"; {len(unchecked)} without checksums" if unchecked else ""
-        click.echo(f"{saved.path}: ok, {len(files)} file(s), {as_size(total)}{without}")
+        click.echo(f"{saved.path}: ok, {counted(len(files), 'file')}, {as_size(total)}{without}")
 
 
 @contextmanager
@@ -242,7 +242,7 @@ def convert(
     left = saved.others if isinstance(saved, DistributedModel) else []
     without = f"; left out, as neither the model's nor an optimizer's: {', '.join(map(shown, left[:8]))}" if left else ""
     without += f" and {len(left) - 8} more" if len(left) > 8 else ""
-    click.echo(f"{output}: {len(entries)} tensor(s), {as_size(total)}, {len(files)} file(s){without}")
+    click.echo(f"{output}: {counted(len(entries), 'tensor')}, {as_size(total)}, {counted(len(files), 'file')}{without}")
 
 
 def _converted(saved: Opened, dtype: str | None) -> list[Entry]:

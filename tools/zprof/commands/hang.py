@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from offload.text import one_line, parse_duration
+from offload.text import counted, one_line, parse_duration
 from zprof.problem import BudgetProblem, CapabilityProblem, Misuse, Problem
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ def _choices(jobs: Sequence[Job]) -> str:
     for job in jobs[:_MOST_LISTED]:
         processes = [member.process for member in job.members if member.process is not None]
         if processes:
-            said.append(f"--pid {processes[0].pid} ({one_line(job.name)}, {len(processes)} ranks: {processes[0].command})")
+            what = f"{one_line(job.name)}, {counted(len(processes), 'rank')}: {processes[0].command}"
+            said.append(f"--pid {processes[0].pid} ({what})")
     return "; ".join(said)
 
 

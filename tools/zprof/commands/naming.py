@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import click
 
-from offload.text import one_line
+from offload.text import one_line, plural
 from zprof.clock import boot_ns, wall_ns
 from zprof.problem import Misuse, Problem
 from zprof.recording.processes import stat_of
@@ -211,7 +211,7 @@ def named_or_latest(
         if ranks:
             from zprof.analysis.ranks import paths_of
 
-            whose = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of the newest run"
+            whose = f"{plural(len(ranks), 'rank')} {', '.join(map(str, ranks))} of the newest run"
             paths = [str(path) for path in paths_of(ranks, paths)]
         elif not several and len(paths) > 1:
             found = f"found {len(paths)} of the newest run here"

@@ -17,7 +17,7 @@ import click
 
 from offload.errors import ZhooksError
 from offload.policy import Cost, IgnoredKeys, Policy, Table, cost, written
-from offload.text import Share, format_amount
+from offload.text import Share, counted, format_amount
 from zprof.problem import BudgetProblem, Problem, problem_of
 
 __all__ = ["policy"]
@@ -157,7 +157,8 @@ def _commented(loaded: Policy, ignored: list[str], spent: Cost | None) -> Iterat
         yield from ("", *(f"not honoured: {line}" for line in ignored))
     if spent is None:
         return
-    yield from ("", f"{spent.numel:,} parameters over {spent.ranks} rank(s), Adam, bytes per rank at the end of backward:")
+    over = f"{spent.numel:,} parameters over {counted(spent.ranks, 'rank')}"
+    yield from ("", f"{over}, Adam, bytes per rank at the end of backward:")
     yield from _table(spent)
     if loaded.rule:
         yield "Rules are not counted: which parameters they match depends on the model."

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offload.text import counted
 from zprof.gpu.processes import processes_on_gpus
 from zprof.living.processes import Process
 from zprof.recording.sampler import ProcessSampler, cgroup_folder
@@ -102,7 +103,7 @@ def _gpus(process: Process) -> tuple[tuple[Gpu, ...], str]:
     found = [Gpu(key, name, nbytes) for key, name, pid, nbytes in used if pid in (process.pid, process.inner)]
     if used and not found:
         others = len({pid for _, _, pid, _ in used})
-        why = f"NVML names {others} other process{'es' if others > 1 else ''}, and not this one (in a container it never does)"
+        why = f"NVML names {counted(others, 'other process')}, and not this one (in a container it never does)"
     return tuple(found), why
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from offload.text import as_size
+from offload.text import as_size, counted
 from zprof.oom.held import Held, bytes_in, halved, keys, largest_alone, less, moved, partitioned
 
 __all__ = ["ALLOCATOR", "Change", "Pace", "Plight", "changes"]
@@ -244,7 +244,7 @@ def _activations(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
     if _value(policy, "activation", "checkpoint", "none") == "none" and len(held) > 1:
         yield Change(
             '[activation] checkpoint = "unit"',
-            f"every unit's forward is recomputed in backward; the inputs of {len(held)} units stay",
+            f"every unit's forward is recomputed in backward; the inputs of {counted(len(held), 'unit')} stay",
             (False, plight.pace.computing_again(total)),
             _about("activation"),
             largest_alone("activation", plight.pool),

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from offload.regular_files import open_regular
-from offload.text import as_duration, as_size, one_line
+from offload.text import as_duration, as_size, one_line, plural
 from zprof.problem import CapabilityProblem
 from zprof.rows import TraceError
 from zprof.trace.families import member_name, rank_of
@@ -220,7 +220,7 @@ def _named(missing: dict[int, str]) -> Iterator[str]:
         whys.setdefault(why, []).append(rank)
     for why, ranks in whys.items():
         more = f" and {len(ranks) - _MOST_NAMED:,} more" if len(ranks) > _MOST_NAMED else ""
-        yield f"not gathered: rank(s) {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}: {why}"
+        yield f"not gathered: {plural(len(ranks), 'rank')} {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}: {why}"
 
 
 def _take(store: Any, at: Meeting, rank: int, path: Path) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from offload.text import as_duration, one_line
+from offload.text import as_duration, counted, one_line
 from zprof.living.jobs import Job
 from zprof.living.looks import Look
 from zprof.living.places import KEPT, Place, shown
@@ -37,7 +37,7 @@ def hang_text(job: Job, verdict: Verdict, before: Sequence[Look], elapsed_s: flo
 
 def _title(job: Job, elapsed_s: float) -> str:
     count = len(job.members)
-    said = f"{count} rank{'s' if count > 1 else ''}" if job.world is not None else f"{count} process{'es' if count > 1 else ''}"
+    said = counted(count, "process" if job.world is None else "rank")
     if job.unseen:
         said += f" of {job.world}"
     return f"{one_line(job.name)}: {said}, looked at twice, {as_duration(elapsed_s * 1e9)} apart"
@@ -95,8 +95,8 @@ def _doing(group: Group) -> str | None:
     if not found:
         return None
     steps = sorted({doing.steps for doing in found})
-    count = f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
-    said = [f"{count} step{'' if steps == [1] else 's'} done"]
+    count = counted(steps[0], "step") if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,} steps"
+    said = [f"{count} done"]
     units = sorted({doing.unit for doing in found if doing.unit})
     if len(units) == 1:
         said.append(f"in unit {one_line(units[0])}")

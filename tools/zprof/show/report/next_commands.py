@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from offload.text import counted
 from zprof.analysis.outliers import MANY
 from zprof.recording.children import PYTHON
 from zprof.trace.children import reported_together
@@ -39,7 +40,7 @@ def _all(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"zprof report {shlex.quote(str(folder))}", "more ranks are in this folder; together they show who is late"
     if run["recorded_children"]:
         children = [(child["file"], child["rank"], child["world"]) for child in run["recorded_children"]]
-        why = f"child processes that trained and were recorded: {len(children)} process{'es' * (len(children) > 1)}"
+        why = f"child processes that trained and were recorded: {counted(len(children), 'process')}"
         yield f"zprof report {reported_together(children)}", why
     elif not run["steps"]["count"] and any(kind["name"] == PYTHON for kind in (run["children"] or {"kinds": ()})["kinds"]):
         script = " ".join(map(shlex.quote, run["argv"])) or "SCRIPT"

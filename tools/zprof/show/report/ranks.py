@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from offload.text import as_duration, as_size
+from offload.text import as_duration, as_size, plural
 from zprof.analysis.outliers import MANY
 from zprof.analysis.ranks import Clock
 
@@ -118,7 +118,8 @@ def ranks_lines(ranks: Mapping[str, Any], top: int | None = None, *, simulated: 
             lines.append(Text(f"late ranks: from 1 in {ranks['skew_every']} collectives of each unit, to fit in memory"))
     elsewhere = [str(clock["rank"]) for clock in ranks["clocks"] if clock["by"] == "wall"]
     if elsewhere:
-        lines.append(Text(f"rank(s) {_listed(elsewhere)}: aligned with the first by wall clock, so skews may be clock error"))
+        who = f"{plural(len(elsewhere), 'rank')} {_listed(elsewhere)}"
+        lines.append(Text(f"{who}: aligned with the first by wall clock, so skews may be clock error"))
     lines += map(Text, proven_lines([Clock(**clock) for clock in ranks["clocks"]]))
     moved = [clock for clock in ranks["clocks"] if clock["by"] == "wall" and abs(clock["drift_ns"]) > MOST_DRIFT_NS]
     for clock in sorted(moved, key=lambda clock: -abs(clock["drift_ns"]))[:_MOST_LINES]:
@@ -145,7 +146,7 @@ def proven_lines(clocks: Sequence[Clock]) -> list[str]:
         off = mine[0].wall_ns - mine[0].offset_ns
         wrong = f"its wall clock is {as_duration(abs(off))} {'behind' if off < 0 else 'ahead of'} the first rank's"
         within = f"corrected by collectives, to within {as_duration((most - least + 1) // 2)}"
-        lines.append(f"rank(s) {_listed([clock.rank for clock in mine])}: {wrong}; {within}")
+        lines.append(f"{plural(len(mine), 'rank')} {_listed([clock.rank for clock in mine])}: {wrong}; {within}")
     if len(of_host) > _MOST_LINES:
         lines.append(f"and {len(of_host) - _MOST_LINES:,} more hosts whose wall clocks are wrong, corrected by collectives")
     return lines

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offload.text import as_duration, as_moment, as_size, counted
+from offload.text import as_duration, as_moment, as_size, counted, plural
 from zprof.analysis.coverage import NOT_MEASURED
 from zprof.analysis.outliers import MANY
 from zprof.analysis.remainder import WITH_PARTS
@@ -116,7 +116,7 @@ def not_recorded(runs: Sequence[Run]) -> list[str]:
         for line in run["not_recorded"]:
             lines.setdefault(line, []).append(run["rank"])
     return [
-        line if len(ranks) == len(runs) else f"rank(s) {', '.join(map(str, ranks[:8]))}: {line}"
+        line if len(ranks) == len(runs) else f"{plural(len(ranks), 'rank')} {', '.join(map(str, ranks[:8]))}: {line}"
         for line, ranks in lines.items()
     ]
 
