@@ -322,6 +322,7 @@ def test_a_script_that_a_signal_ends_ends_zprof_alike(tmp_path: Path) -> None:
 
 
 def test_a_script_that_is_killed_leaves_a_trace_that_reads(tmp_path: Path) -> None:
+    before = Kills.read()
     run = started(script(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(120)"), at=tmp_path)
     assert soon(lambda: Trace.open(tmp_path / "run.0.zprof").count > 0), "the recorder writes every second"
     # The script is the one started last.
@@ -329,7 +330,9 @@ def test_a_script_that_is_killed_leaves_a_trace_that_reads(tmp_path: Path) -> No
     os.kill(int(child), signal.SIGKILL)
     _, said = run.communicate(timeout=600)
     assert run.returncode == -signal.SIGKILL
-    assert "killed by SIGKILL; the kernel killed no process for lack of memory meanwhile" in said
+    # A kernel that ended another process of this machine meanwhile might have ended this one.
+    if Kills.read() == before:
+        assert "killed by SIGKILL; the kernel killed no process for lack of memory meanwhile" in said
     trace = Trace.open(tmp_path / "run.0.zprof")
     assert sum(len(rows) for rows in trace.chunks()) == trace.count > 0
     assert trace.notes("end") == []
