@@ -24,18 +24,17 @@ Job = Callable[..., Any]
 _Param = type(pytest.param(None))
 
 
-def on_ranks(*worlds: int, limit_s: float = LIMIT_S, **choices: tuple[Any, ...]) -> Callable[[Job], Any]:
+def on_ranks(*worlds: Any, limit_s: float = LIMIT_S, **choices: tuple[Any, ...]) -> Callable[[Job], Any]:
     """Run the function on every rank of each world, for each combination of ``choices``, given as keywords.
 
-    A choice of `slow` is left to a run of the slow cases.
+    A world or choice of `slow` is left to a run of the slow cases.
     ``limit_s`` is for what may take longer than others: no job is given less than ``LIMIT_S``.
     """
 
     def decorate(job: Job) -> Any:
         cases = [
-            pytest.param(world, chosen, id="-".join([f"world{world}", *named]), marks=marks)
-            for world in worlds
-            for chosen, named, marks in combinations(choices)
+            pytest.param(chosen.pop("world"), chosen, id="world" + "-".join(named), marks=marks)
+            for chosen, named, marks in combinations({"world": worlds, **choices})
         ]
 
         @pytest.mark.parametrize(("world", "chosen"), cases)
