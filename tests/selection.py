@@ -69,7 +69,7 @@ def file_of(test: str) -> str:
 
 def in_matrix(test: str) -> bool:
     """Whether this test has its every world in a default run, and shares no factor with others."""
-    return test.startswith("tests/parity/")
+    return test.startswith("tests/parity/test_matrix.py")
 
 
 def row_of(params: Mapping[str, Any]) -> dict[str, Hashable]:

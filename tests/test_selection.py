@@ -56,7 +56,8 @@ def test_tests_of_a_file_share_stages_and_tiers_and_each_has_its_own_values() ->
 def test_four_ranks_are_chosen_only_where_a_test_has_nothing_else() -> None:
     cases = product(world=(1, 2, 4), tier=("device", "host"))
     assert values(chosen_of(cases), "world") == {1, 2}
-    assert values(chosen_of(product("tests/parity/test_a.py::test_b", world=(1, 2, 4), tier=("device",))), "world") == {1, 2, 4}
+    matrix = product("tests/parity/test_matrix.py::test_b", world=(1, 2, 4), tier=("device",))
+    assert values(chosen_of(matrix), "world") == {1, 2, 4}
     four = product(world=(4,), kind=("sgd", "adam"))
     assert chosen_of(four) == four
     alone = [*product(world=(2,), kind=("sgd",)), Case(TRAINS, {"world": 4, "kind": "adam"})]
@@ -64,7 +65,7 @@ def test_four_ranks_are_chosen_only_where_a_test_has_nothing_else() -> None:
 
 
 def test_the_parity_matrix_shares_nothing() -> None:
-    tests = [f"tests/parity/test_a.py::{name}" for name in ("test_b", "test_c")]
+    tests = [f"tests/parity/test_matrix.py::{name}" for name in ("test_b", "test_c")]
     cases = [case for test in tests for case in product(test, world=(1, 2), stage=(0, 1))]
     assert all(values([case for case in chosen_of(cases) if case.test == test], "stage", world=2) == {0, 1} for test in tests)
 
