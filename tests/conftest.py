@@ -36,8 +36,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says how busy the machine is, and nothing of what is tested.
-settings.register_profile("zhooks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("zhooks")
+settings.register_profile("whole", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# They are other examples in every run.
+settings.register_profile("default", settings.get_profile("whole"), max_examples=50)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Half as many examples in a default run, where a test does not say how many it needs."""
+    settings.load_profile("default" if config.getoption("markexpr") == "not slow" else "whole")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

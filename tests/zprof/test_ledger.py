@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -89,7 +89,6 @@ ROWS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     rows=st.lists(ROWS, max_size=60),
     chunks=st.lists(st.integers(1, 9), max_size=12),

@@ -73,7 +73,7 @@ def tags(text: str) -> list[str]:
 # --- what goes into a page --------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)), st.text())
 def test_no_name_breaks_out_of_a_page_and_all_of_it_comes_back(
     tmp_path_factory: pytest.TempPathFactory, data: object, title: str

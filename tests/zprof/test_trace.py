@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.zprof_traces import HEADER, rows_of, sample_rows, write_trace
@@ -44,7 +44,6 @@ ROWS = st.builds(
 
 
 @given(st.lists(st.lists(ROWS, max_size=20), max_size=6))
-@settings(deadline=None, max_examples=200)
 def test_rows_come_back_as_they_were_given(tmp_path_factory: pytest.TempPathFactory, parts: list[list[Row]]) -> None:
     writer = Writer(tmp_path_factory.mktemp("given") / "run.zprof", HEADER)
     for part in parts:

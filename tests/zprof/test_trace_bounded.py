@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.slow import slow
 from tests.support.zprof_traces import HEADER, MIB, rows_of, sample_rows
 from zprof.rows import TIERS, Row, RowKind, placement
 from zprof.trace.bounding import Rewriting
@@ -97,7 +98,7 @@ def recorded(path: Path, rows: list[Row], *, limit: int = LIMIT) -> tuple[Trace,
     return Trace.open(path), writer
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *slow(2, 3)])
 def test_the_peak_of_every_tier_and_all_levels_then_and_now_survive(tmp_path: Path, seed: int) -> None:
     rows = peaked(seed, 120)
     trace, writer = recorded(tmp_path / "run.zprof", rows)

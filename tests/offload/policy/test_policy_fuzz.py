@@ -22,6 +22,7 @@ from offload.errors import PolicyError
 from offload.policy import Policy, deepspeed
 from offload.policy.deepspeed_keys import HONOURED, OTHER
 from tests.support.policy_texts import EVERYTHING, WHOLE
+from tests.support.slow import slow
 
 Write = Callable[..., Path]
 FILES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
@@ -232,10 +233,11 @@ PLACES = sorted(
 )
 
 
+@pytest.mark.parametrize("every", [len(FOREIGN), *slow(6)])
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_a_value_that_no_file_holds_is_refused_in_few_words_wherever_it_stands(kind: str) -> None:
-    # Each kind at a sixth of the places; between them they are everywhere.
-    for place in PLACES[list(FOREIGN).index(kind) % 6 :: 6]:
+def test_a_value_that_no_file_holds_is_refused_in_few_words_wherever_it_stands(kind: str, every: int) -> None:
+    # Each kind at one place of ``every``; between them they are everywhere.
+    for place in PLACES[list(FOREIGN).index(kind) % every :: every]:
         values: Any = FOREIGN[kind]()
         for key in reversed(place):
             values = [{"match": "*", key: values}] if place[0] == "rule" and key != "rule" else {key: values}

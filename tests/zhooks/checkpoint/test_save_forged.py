@@ -127,8 +127,8 @@ def outcome(run: Run, path: Path) -> str:
     return ""
 
 
-@on_ranks(2, limit_s=400.0, part=("tensors", *slow("document")))
-def test_a_forged_checkpoint_loads_whole_or_changes_nothing_on_any_rank(part: str) -> None:
+@on_ranks(2, limit_s=400.0, part=("tensors", *slow("document")), every=(3, *slow(1)))
+def test_a_forged_checkpoint_loads_whole_or_changes_nothing_on_any_rank(part: str, every: int) -> None:
     run = Run(POLICY)
     run.train(range(2))
     with folder() as path:
@@ -141,9 +141,9 @@ def test_a_forged_checkpoint_loads_whole_or_changes_nothing_on_any_rank(part: st
         wanted = everything(run)[0]
         run.train(range(2, 3))
         stir()
-        forged = of_document(document) if part == "document" else [*of_tensors(names, generator), *of_manifest()]
+        forged = [*of_document(document)] if part == "document" else [*of_tensors(names, generator), *of_manifest()]
         refused, partly = 0, []
-        for name, change in forged:
+        for name, change in forged[::every]:
             if place()[0] == 0:
                 forge(path / "good", path / "bad", 1, change)
             from_first(None)
@@ -158,7 +158,7 @@ def test_a_forged_checkpoint_loads_whole_or_changes_nothing_on_any_rank(part: st
                 run.load(path / "good")
                 stir()
         assert not partly, partly[:12]
-        assert refused > 30, refused
+        assert refused > 30 // every, refused
         run.load(path / "good")
         run.train(range(2, 4))
 
