@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked import python
 from tests.support.zprof_exports import Export, exporting, promtool, refused, well
 from tests.support.zprof_formats import check_exposition, check_speedscope, check_trace_events
 from tests.support.zprof_traces import HEADER, KIB, MIB, sample_rows, write_trace
@@ -163,7 +164,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_behind(export: Export) -> No
     bounded = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\nfrom zprof.cli import main\n"
     for kind in ("perfetto", "csv", "torch-snapshot", "tensorboard"):
         code = f"{bounded}main(['export', 'run.zprof', '--format', '{kind}', '-o', 'out'], prog_name='zprof')"
-        told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        told = python("-c", code)
         assert (told.returncode, told.stdout) == (1, "")
         assert told.stderr == "out: cannot be written: File too large; name another with -o\n"
         assert [one.name for one in Path().iterdir()] == ["run.zprof"]

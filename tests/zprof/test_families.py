@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 import zprof as package
+from tests.support.forked import python
 from tests.support.zprof_command import LAUNCHERS
 from tests.support.zprof_traces import HEADER, sample_rows, write_trace
 from zprof.cli import main
@@ -119,8 +118,7 @@ def test_a_folder_is_made_below_one_that_is_there(tmp_path: Path) -> None:
 def test_runs_in_a_folder_are_numbered_where_nobody_named_them() -> None:
     Path("script.py").write_text("print(1)")
     for _ in range(2):
-        command = [sys.executable, "-m", "zprof", "run", "-o", "runs/", "script.py"]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        told = python("-m", "zprof", "run", "-o", "runs/", "script.py")
         assert told.returncode == 0, told.stderr
     assert sorted(path.name for path in Path("runs").iterdir()) == ["run-2.0.zprof", "run.0.zprof"]
     assert "zprof: next: zprof report runs/run-2.0.zprof" in told.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.support.forked import python
 from tests.support.zprof_command import NOT_LAUNCHED
 from tests.support.zprof_traces import sample_rows, write_trace
 from zprof.cli import main
@@ -33,8 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zprof", "run", *words]
-    return subprocess.run(command, env=NOT_LAUNCHED | environment, capture_output=True, text=True, timeout=600)
+    return python("-m", "zprof", "run", *words, environment=NOT_LAUNCHED | environment)
 
 
 def zprof(*words: str) -> Result:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked import python
 from tests.support.zprof_traces import HEADER
 from zprof.rows import Row, RowKind, placed
 from zprof.trace.header import here
@@ -48,10 +49,7 @@ def rows_in(trace: Trace) -> list[Row]:
 @pytest.mark.parametrize("number", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_the_last_step_and_the_last_storage_before_a_signal_are_in_the_trace(number: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(KILLED)
-    ended = subprocess.run(
-        [sys.executable, "-m", "zprof", "run", "--level", "alloc", "train.py", "57", number],
-        cwd=tmp_path, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+    ended = python("-m", "zprof", "run", "--level", "alloc", "train.py", "57", number, at=tmp_path)
     assert ended.returncode == -signal.Signals[number]
     rows = rows_in(Trace.open(tmp_path / "run.0.zprof"))
     assert sum(row.kind == RowKind.END and row.what == "step" for row in rows) == 57

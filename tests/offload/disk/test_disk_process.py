@@ -19,6 +19,7 @@ from offload.disk.scratch import remove_stale
 from offload.errors import TierError
 from offload.events import Bus, Recorder
 from offload.pages import aligned
+from tests.support.forked import python
 
 OPEN = """
 import sys, os, signal
@@ -35,13 +36,6 @@ RAISED = OPEN + "raise SystemExit(3)"
 WAITING = OPEN + "print(disk.path, flush=True); sys.stdin.read()"
 
 
-def run(program: str, folder: Path) -> int:
-    command = [sys.executable, "-c", program, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode
-
-
 def stale(folder: Path, owner: Owner, *, name: str = "zhooks-r0-1-aa.scratch") -> Path:
     path = folder / name
     path.write_bytes(owner.page() + bytes(ALIGN))
@@ -55,7 +49,7 @@ def gone() -> Owner:
 
 
 def test_a_killed_process_leaves_a_file_that_the_next_removes_and_says_so(tmp_path: Path) -> None:
-    assert run(KILLED, tmp_path) == -signal.SIGKILL
+    assert python("-c", KILLED, str(tmp_path)).returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     nbytes = left.stat().st_size
     owner = Owner.of_page(left.read_bytes()[:ALIGN])
@@ -69,7 +63,9 @@ def test_a_killed_process_leaves_a_file_that_the_next_removes_and_says_so(tmp_pa
 
 
 def test_a_process_that_ends_without_closing_leaves_nothing(tmp_path: Path) -> None:
-    assert run(RAISED, tmp_path) == 3
+    command = [sys.executable, "-c", RAISED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stderr) == (3, "")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 import zhooks
 from offload.disk import Bytes, SystemIo
 from offload.tier import Tier
+from tests.support.forked import start
 from tests.support.inside import break_disk, disk_of, has_store, store_of
 from tests.support.on_ranks import hooks_left
 from tests.support.tiers import adamw, loss_of, policy, step
@@ -415,32 +415,28 @@ def test_a_folder_that_vanishes_does_not_disturb_the_run(tmp_path: Path) -> None
 # ---- the end --------------------------------------------------------------------------------------------------------
 
 KILLED = """
-import sys, torch, zhooks
+import sys, time, torch, zhooks
+from pathlib import Path
 from torch import nn
 model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
 attachment = zhooks.attach(model, policy={"parameter": {"tier": "disk"}, "disk": {"path": sys.argv[1]}})
 model(torch.ones(1, 64)).sum().backward()
-print("ready", flush=True)
-sys.stdin.read()
+Path(sys.argv[2]).touch()
+time.sleep(600)
 """
 
 
-def test_a_killed_process_leaves_a_stale_file_that_the_next_attach_removes(tmp_path: Path) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None and child.stdin is not None
-    assert child.stdout.readline() == "ready\n"
+def test_a_killed_process_leaves_a_stale_file_that_the_next_attach_removes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    tmp_path, ready = tmp_path_factory.mktemp("scratch"), tmp_path_factory.mktemp("told") / "ready"
+    child = start("-c", KILLED, str(tmp_path), str(ready))
+    assert soon(ready.exists)
     (stale,) = tmp_path.iterdir()
     assert stale.name.startswith("zhooks-r0-") and stale.stat().st_mode & 0o777 == 0o600
     model = ZOO["mlp"].build(7)
     attachment = zhooks.attach(model, policy=on_disk(tmp_path))
     assert stale.exists(), "its process lives"
     attachment.detach()
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    child.stdout.close()
-    child.stdin.close()
+    child.kill()
     assert list(tmp_path.iterdir()) == [stale]
     attachment = zhooks.attach(model, policy=on_disk(tmp_path))
     assert not stale.exists()
@@ -508,6 +504,7 @@ GROWTH = """
 import json, pathlib, re, sys, time
 import psutil, torch, zhooks
 from offload.disk.io import SystemIo
+from tests.support.forked import start
 from tests.support.inside import has_store, store_of
 from torch import nn
 
