@@ -15,8 +15,12 @@ from tests.support.paths import ROOT
 
 @pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples"])
 def test_every_name_that_is_imported_of_ours_is_there(folder: str) -> None:
-    found = [(path, node) for path in sorted((ROOT / folder).rglob("*.py")) for node in ast.walk(ast.parse(path.read_text()))]
-    imports = [(path, node) for path, node in found if isinstance(node, ast.ImportFrom) and not node.level and node.module]
+    imports = [
+        (path, node)
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module
+    ]
     missing = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.module} has no {alias.name}"
         for path, node in imports

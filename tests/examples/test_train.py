@@ -70,23 +70,28 @@ def test_make_train_trains_as_the_plain_model_and_saves_what_loads(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "result.json"]
 
 
-def test_a_run_that_its_time_limit_ends_says_so_and_how_to_train_longer(tmp_path: Path) -> None:
-    options = [str(word) for pair in (SMALL | {"--seconds": 0}).items() for word in pair]
-    told = {**os.environ, "TRAIN_GPT_MAKE": "make train"}
-    ranks = launch(2, PROGRAM, *options, "--device", "cpu", "--source", str(ROOT / "zhooks"), at=tmp_path, environment=told)
-    assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr
-    longer = 'make train ARGS="--seconds 3600"'
-    assert f"\nstopped after step 1 of 3 by --seconds 0; for longer: {longer}\n" in ranks[0].stdout
-    assert re.search(r"^first 1 ", ranks[0].stdout, re.MULTILINE)
-
-
-def test_what_to_try_next_is_said_as_make_started_it(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def ended_by_time(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Where rank 0 ran as make starts it, without the time for a second step, and what it said."""
+    at = tmp_path_factory.mktemp("ended")
     made = subprocess.run(["make", "-n", "train", "NPROC=2"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     [command] = re.findall(r"export TRAIN_GPT_MAKE='([^']*)'", made.stdout)
-    options = [str(word) for pair in (SMALL | {"--steps": 1, "--check-plain": 0}).items() for word in pair]
+    options = [str(word) for pair in (SMALL | {"--seconds": 0}).items() for word in pair]
     told = {**os.environ, "TRAIN_GPT_MAKE": command, "OMP_NUM_THREADS": "1"}
-    ranks = launch(2, PROGRAM, *options, "--device", "cpu", "--source", str(ROOT / "zhooks"), at=tmp_path, environment=told)
+    ranks = launch(2, PROGRAM, *options, "--device", "cpu", "--source", str(ROOT / "zhooks"), at=at, environment=told)
     assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr
-    assert '\n    make train NPROC=2 ARGS="--stage 0"\n' in ranks[0].stdout
-    [own] = re.findall(r"OMP_NUM_THREADS=1 (\S+) --nproc-per-node 2 your_script.py\n", ranks[0].stdout)
-    assert (tmp_path / own).resolve() == Path(sys.executable).with_name("torchrun").resolve()
+    return at, ranks[0].stdout
+
+
+def test_a_run_that_its_time_limit_ends_says_so_and_how_to_train_longer(ended_by_time: tuple[Path, str]) -> None:
+    _, said = ended_by_time
+    longer = 'make train NPROC=2 ARGS="--seconds 3600"'
+    assert f"\nstopped after step 1 of 3 by --seconds 0; for longer: {longer}\n" in said
+    assert re.search(r"^first 1 ", said, re.MULTILINE)
+
+
+def test_what_to_try_next_is_said_as_make_started_it(ended_by_time: tuple[Path, str]) -> None:
+    at, said = ended_by_time
+    assert '\n    make train NPROC=2 ARGS="--stage 0"\n' in said
+    [own] = re.findall(r"OMP_NUM_THREADS=1 (\S+) --nproc-per-node 2 your_script.py\n", said)
+    assert (at / own).resolve() == Path(sys.executable).with_name("torchrun").resolve()

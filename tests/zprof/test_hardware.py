@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from offload.hardware import CostModel, Hardware
 from tests.support.paths import ROOT
+from zprof.bench import operations, samples
 from zprof.cli import main
 from zprof.commands.hardware_docs import main as write_page
 from zprof.commands.hardware_docs import render, tables
@@ -50,7 +51,12 @@ def test_a_profile_that_cannot_be_is_refused_with_its_line(tmp_path: Path) -> No
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A profile of this machine, small; what is printed of it."""
     path = tmp_path_factory.mktemp("bench") / "here.toml"
-    result = zprof("bench", "--profile", str(path), "--size", "1MiB", "--path", str(path.parent), "--json")
+    with pytest.MonkeyPatch.context() as smaller:
+        smaller.setattr(samples, "REPEATS", 2)
+        smaller.setattr(operations, "REPEATS", 2)
+        smaller.setattr(samples, "_SQUARES", (16, 32, 64, 128, 256))
+        smaller.setattr(samples, "_NARROW", ((4, 512, 512), (16, 256, 256)))
+        result = zprof("bench", "--profile", str(path), "--size", "1MiB", "--path", str(path.parent), "--json")
     assert result.exit_code == 0, result.stderr
     return path, json.loads(result.stdout)
 

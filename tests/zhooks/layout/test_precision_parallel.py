@@ -46,7 +46,7 @@ def same_on_all(values: list[Tensor]) -> bool:
 @on_ranks(4, stage=(3, *slow(1)))
 def test_rules_give_units_of_a_divided_model_their_own_dtype(stage: int) -> None:
     mesh, plain = mesh_of(2), plain_gpt()
-    expected = train(plain, adamw(plain), (0, 1), 4)
+    expected = train(plain, adamw(plain), (0, 1), 2)
     model, attachment = attached(mesh, stage, sequence=stage == 3, policy={"precision": {"param": "bf16"}, "rule": NORMS})
     seen: dict[str, Any] = {}
 
@@ -59,7 +59,7 @@ def test_rules_give_units_of_a_divided_model_their_own_dtype(stage: int) -> None
     kinds = (nn.LayerNorm, nn.Linear)
     named = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
     handles = [module.register_forward_pre_hook(look(name)) for name, module in named]
-    losses = train(model, adamw(model), data_place(mesh), 4)
+    losses = train(model, adamw(model), data_place(mesh), 2)
     for name, dtypes in seen.items():
         assert set(dtypes) == {torch.float32 if "norm" in name else torch.bfloat16}, (name, dtypes)
     assert mean_over_data(losses).tolist() == pytest.approx(expected, rel=NEAR)

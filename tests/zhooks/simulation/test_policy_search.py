@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from offload.hardware import Hardware
 from offload.policy import Policy
 from offload.text import as_duration, as_size, parse_size
 from offload.tier import Tier
+from tests.support.slow import slow
 from tests.support.virtual import on_virtual
 from zhooks import AttachError, BudgetError, SimulationError
 from zhooks.simulation import Proposals, find_policy, simulate
@@ -47,9 +49,15 @@ def found(change: Any = step, **given: Any) -> Proposals:
     return find_policy(build, change, **{"world": 8, "policy": BF16, "most": 6, **given})
 
 
+@cache
+def free_of_bounds() -> Proposals:
+    """Several tests look at the same."""
+    return found()
+
+
 @on_virtual()
 def test_each_policy_found_is_what_a_simulation_says_of_it() -> None:
-    proposals = found()
+    proposals = free_of_bounds()
     assert len(proposals.best) == 5
     first = proposals.best[0]
     again = simulate(build, step, world=8, policy=first.policy)
@@ -72,15 +80,14 @@ def test_the_policy_is_written_with_its_reasons_and_loads_back() -> None:
     assert simulate(build, step, world=8, policy=loaded).device.nbytes <= 80 << 20
 
 
-@on_virtual()
-def test_less_memory_of_the_device_moves_states_away_or_recomputes() -> None:
-    free = found().best[0]
-    for share in (0.9, 0.7):
-        bound = int(free.memory.device * share)
-        tight = found(device=bound)
-        assert all(each.memory.device <= bound for each in tight.best)
-        assert tight.best[0].simulation.step_s >= free.simulation.step_s * 0.995
-        assert tight.best[0].policy != free.policy
+@on_virtual(share=(0.7, *slow(0.9)))
+def test_less_memory_of_the_device_moves_states_away_or_recomputes(share: float) -> None:
+    free = free_of_bounds().best[0]
+    bound = int(free.memory.device * share)
+    tight = found(device=bound)
+    assert all(each.memory.device <= bound for each in tight.best)
+    assert tight.best[0].simulation.step_s >= free.simulation.step_s * 0.995
+    assert tight.best[0].policy != free.policy
 
 
 @pytest.mark.slow
@@ -154,7 +161,7 @@ def test_several_nodes_may_hold_replicas_of_shards() -> None:
 
 @on_virtual()
 def test_the_text_says_memory_a_tier_what_binds_and_what_the_links_must_carry() -> None:
-    proposals = found()
+    proposals = free_of_bounds()
     said, first = str(proposals), proposals.best[0]
     assert as_duration(first.simulation.step_s * 1e9, digits=4) in said and as_size(first.memory.on(Tier.DEVICE)) in said
     assert first.binds in said and re.search(r"gathers, over links: .* FLOP per byte; needs .* GB/s, has .* GB/s", said)
