@@ -18,6 +18,7 @@ from tests.architectures.subject import SEED, Subject, score, seeded
 from tests.architectures.train import find
 from tests.support.launched import launched
 from tests.support.on_ranks import folder, on_ranks
+from tests.support.slow import slow
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -75,7 +76,7 @@ def compare(family: str) -> None:
     assert all(torch.allclose(one, other, rtol=0.0, atol=1e-37) for one, other in zip(found, expected, strict=True))
 
 
-@on_ranks(1, 2, limit_s=600.0, family=FAMILIES)
+@on_ranks(*slow(1), 2, limit_s=600.0, family=FAMILIES)
 def test_its_loop_trains_a_family_as_transformers_own_does(family: str) -> None:
     compare(family)
 

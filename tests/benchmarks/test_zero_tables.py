@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.slow import slow
 from tests.support.virtual import on_virtual
 
 FOLDER = str(ROOT / "benchmarks")
@@ -40,7 +41,7 @@ def test_every_printed_figure_of_the_paper_is_its_formula_to_the_last_digit() ->
         assert abs(32 / made.formula(stage, 1, 64) - theory) < digit(theory)
 
 
-@on_virtual(stage=(1, 2, 3))
+@on_virtual(stage=(1, *slow(2), 3))
 def test_what_a_model_in_the_papers_precision_holds_is_the_formula_and_less_padding_than_a_row_a_flat(stage: int) -> None:
     made = tables()
     size = made.shape(2, 128, length=16)

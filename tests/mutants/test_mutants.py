@@ -7,6 +7,7 @@ import pytest
 from tests.mutants.programs import PROGRAMS
 from tests.mutants.run import UNSEEN, judge, run
 from tests.mutants.sites import Site, sites, without
+from tests.support.slow import slow
 from tests.support.virtual import on_virtual
 
 #: Calls of the CUDA device that "host" makes, a tier that all of them are for.
@@ -24,7 +25,7 @@ def of(key: str) -> Site:
     return site
 
 
-@on_virtual(key=SAMPLE)
+@on_virtual(key=(*SAMPLE[:2], *slow(*SAMPLE[2:])))
 def test_a_missing_call_of_the_cuda_device_is_a_race(key: str) -> None:
     with without(of(key)):
         assert run("host").found

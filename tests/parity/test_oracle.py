@@ -19,9 +19,13 @@ from tests.parity.closeness import BF16, BF16_REDUCED, EXACT, FP16, REORDERED, d
 from tests.parity.oracle import CLIP_NORM, OPTIMIZERS, SEED, STEPS, Record, snapshot
 from tests.parity.run import gather
 from tests.support.ranks import Pool
+from tests.support.slow import slow
 from tests.support.zoo import ZOO
 
 MODELS = sorted(ZOO)
+#: Unlike each other: dense, with tied weights, routed, and of one layer used many times.
+FEW = ("mlp", "tied", "mixture", "recursion")
+FEW_BY_DEFAULT = [*FEW, *slow(*(name for name in MODELS if name not in FEW))]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -129,7 +133,7 @@ def in_four_ranks(model: str, optimizer: str) -> Cell:
     return Cell(model=model, stage=0, world=4, accumulation="twice", optimizer=optimizer, transport="stock")
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", FEW_BY_DEFAULT)
 def test_the_order_in_which_ranks_are_added_moves_no_model_by_more_than_rounding(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +145,7 @@ def test_the_order_in_which_ranks_are_added_moves_no_model_by_more_than_rounding
 
 # AdamW is the hardest to tell: the size of a gradient all but cancels in its step.
 @pytest.mark.parametrize("fault", [LostRank, LostMicroStep, WrongWorld])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", FEW_BY_DEFAULT)
 def test_the_widest_tolerance_of_full_precision_sees_what_is_lost_or_wrongly_averaged(
     model: str, fault: type[oracle.Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +158,7 @@ def test_the_widest_tolerance_of_full_precision_sees_what_is_lost_or_wrongly_ave
 
 
 @pytest.mark.parametrize("fault", [LostRank, LostMicroStep, WrongWorld])
-@pytest.mark.parametrize("model", ["mlp", "tied", "mixture", "recursion"])
+@pytest.mark.parametrize("model", FEW)
 def test_the_widest_tolerance_of_all_sees_what_is_lost_or_wrongly_averaged(
     model: str, fault: type[oracle.Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -475,7 +475,7 @@ except RuntimeError:
 """
 
 
-@pytest.mark.parametrize("left_kib", [64, 4096])
+@pytest.mark.parametrize("left_kib", [64, pytest.param(4096, marks=pytest.mark.slow)])
 def test_an_allocation_the_system_refuses_is_explained_from_every_storage(tmp_path: Path, left_kib: int) -> None:
     (tmp_path / "train.py").write_text(SMALL)
     failed = python("-m", "zprof", "run", "--level", "alloc", "train.py", "raised", str(left_kib), at=tmp_path)
@@ -526,6 +526,7 @@ def proposed(stderr: str) -> list[str]:
     return [line.strip().partition(": saves")[0] for line in lines[begin:end]]
 
 
+@pytest.mark.slow
 def test_each_change_proposed_to_a_first_step_that_failed_lets_the_whole_run_finish(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BLOCKS)
     failed = python("-m", "zprof", "run", "--level", "alloc", "train.py", "190", at=tmp_path)

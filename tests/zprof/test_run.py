@@ -67,7 +67,7 @@ def script(at: Path, text: str, name: str = "script.py") -> str:
     return name
 
 
-@pytest.mark.parametrize("mode", ["0", "7", "raise", "abort", *slow("300", "text", "interrupt", "hook", "group", "_exit")])
+@pytest.mark.parametrize("mode", ["7", "raise", *slow("0", "abort", "300", "text", "interrupt", "hook", "group", "_exit")])
 def test_a_script_prints_raises_and_ends_as_under_plain_python(mode: str, tmp_path: Path) -> None:
     script(tmp_path, ENDINGS, "below/script.py")
     plain = python("below/script.py", mode, "--", "-f", at=tmp_path)
@@ -211,7 +211,7 @@ sys.exit(10 * len(heard) + len(set(heard)))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, *slow(signal.SIGHUP, signal.SIGUSR1)])
+@pytest.mark.parametrize("number", [signal.SIGINT, *slow(signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)])
 def test_a_signal_sent_to_zprof_reaches_the_script_once(number: signal.Signals, tmp_path: Path) -> None:
     run = started(script(tmp_path, HEARS), number.name, at=tmp_path)
     run.send_signal(number)
@@ -256,7 +256,7 @@ def counted(folder: Path) -> list[int]:
     return [int(line) for line in (folder / "heard").read_bytes().split()]
 
 
-@pytest.mark.parametrize("way", ["to zprof", "to the group", "to each process"])
+@pytest.mark.parametrize("way", ["to zprof", "to the group", *slow("to each process")])
 def test_the_script_hears_each_signal_once_whoever_it_is_sent_to(way: str, tmp_path: Path) -> None:
     run = started(script(tmp_path, COUNTS), at=tmp_path, start_new_session=True)
     sent = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM]
@@ -288,7 +288,7 @@ def pending(process: int) -> bool:
     return int(fields["ShdPnd"], 16) != 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [*slow(signal.SIGTERM), signal.SIGINT])
 def test_a_signal_to_the_group_ends_zprof_as_it_ends_python(number: signal.Signals, tmp_path: Path) -> None:
     name = script(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(120)")
     run = started(name, at=tmp_path, start_new_session=True)
@@ -366,6 +366,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_forked_spawned_and_loading_processes_work_and_are_not_recorded(tmp_path: Path) -> None:
     run = zprof("--level", "alloc", script(tmp_path, PROCESSES), at=tmp_path)
     assert run.returncode == 0, run.stderr

@@ -22,10 +22,13 @@ from tests.support.activation_nets import SEED, built, step_of
 from tests.support.averaging import average_gradients
 from tests.support.inside import runtime_of
 from tests.support.on_ranks import on_ranks, place
+from tests.support.slow import slow
 from tests.support.values import same, whole
 from tests.support.zoo import ZOO
 
 LARGE = 1 << 30
+#: Models that keep what others keep, and more of it.
+COMMON = ("mlp", "gpt", "tied", "transformer", "mixture")
 #: Every way to keep what backward needs; "kept" has the last part of a forward stay on the device.
 WAYS: dict[str, dict[str, Any]] = {
     "host": {"tier": "host"},
@@ -83,7 +86,7 @@ def zoo_notes(name: str, policy: dict[str, Any] | None) -> list[Tensor]:
     return notes + [value.detach().clone() for value in model.state_dict().values()]
 
 
-@on_ranks(1, 2, name=tuple(ZOO), stage=(3, 0), limit_s=120.0)
+@on_ranks(1, 2, name=(*COMMON, *slow(*sorted(ZOO.keys() - set(COMMON)))), stage=(3, 0), limit_s=120.0)
 def test_training_is_bit_equal_wherever_activations_wait(name: str, stage: int) -> None:
     plain = zoo_notes(name, None)
     _, world = place()

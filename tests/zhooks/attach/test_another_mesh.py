@@ -27,6 +27,7 @@ from tests.support.moving import arranged
 from tests.support.on_ranks import folder, on_ranks, place
 from tests.support.ranks import Pool
 from tests.support.resharding import Resharded, differences
+from tests.support.slow import slow
 
 Ranks = Callable[[int], Pool]
 MOVING = "tests.support.moving"
@@ -48,7 +49,7 @@ MOVES = [
     case(2, {"stage": 3}, {"stage": 3, "replicate": 2}, SLOW, dtype="bfloat16", more={"optimizer": {"rounding": "stochastic"}}),
     case(2, {"stage": 3}, {"stage": 1, "replicate": 2}, SLOW, half=True),
     case(4, {"stage": 3}, {"stage": 3, "replicate": 2}, SLOW),
-    case(4, {"stage": 2, "replicate": 2}, {"stage": 3}, kind="muon"),
+    case(4, {"stage": 2, "replicate": 2}, {"stage": 3}, SLOW, kind="muon"),
     case(4, {"stage": 3, "replicate": 2, "tier": "disk"}, {"stage": 3, "replicate": 4, "tier": "disk"}, SLOW, units=64),
     case(4, {"stage": 0, "replicate": 4}, {"stage": 3, "replicate": 2, "tier": "host"}, SLOW),
     case(4, {"stage": 3, "replicate": 4, "tier": "host"}, {"stage": 1, "replicate": 2}, SLOW, kind="muon"),
@@ -287,7 +288,7 @@ def no_space(nth: int) -> Iterator[None]:
         yield
 
 
-@on_ranks(2, nth=(4, 9))
+@on_ranks(2, nth=(4, *slow(9)))
 def test_a_tier_that_fails_half_way_leaves_mesh_policy_and_placement_as_they_were_on_every_rank(nth: int) -> None:
     with folder() as path:
         losses: list[Any] = []

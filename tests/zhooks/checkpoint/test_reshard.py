@@ -59,7 +59,7 @@ OTHER_RANKS = [
     case((1, {"stage": 0, "tier": "disk"}), (4, {"stage": 1, "replicate": 2}), slow=True),
     case((2, {"stage": 3, "tp": 2}), (1, {"stage": 3}), slow=True),
     case((1, {"stage": 2}), (4, {"stage": 3, "tp": 2}), slow=True),
-    case((4, {"stage": 3, "tp": 2}), (4, {"stage": 2, "tp": 4, "tier": "host"})),
+    case((4, {"stage": 3, "tp": 2}), (4, {"stage": 2, "tp": 4, "tier": "host"}), slow=True),
     case((4, {"stage": 1, "tp": 2}), (2, {"stage": 3}), slow=True),
     case((4, {"stage": 3}), (4, {"stage": 0, "tp": 2}), slow=True),
     case((3, {"stage": 3, "units": 64, "rows": 6}), (2, {"stage": 1, "rows": 6}), slow=True),

@@ -47,10 +47,10 @@ ON_FOUR = pytest.mark.parametrize("world", [pytest.param(4, id="world4")])
     ("world", "other", "kind", "common"),
     [
         case(2, "muon", {"tier": "host"}, other=4),
-        case(1, "muon", {}, other=2),
+        case(1, "muon", {}, other=2, slow=True),
         case(2, "lbfgs", {}, other=1),
         case(2, "lbfgs", {"stage": 2}, other=4, slow=True),
-        case(2, "lbfgs", {"stage": 0}, other=2),
+        case(2, "lbfgs", {"stage": 0}, other=2, slow=True),
         case(4, "sgd", {"half": True}, other=2, slow=True),
         case(2, "adamw", {"dtype": "bfloat16", "more": {"optimizer": {"rounding": "stochastic"}}}, other=1),
     ],

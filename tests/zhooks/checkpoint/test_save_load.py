@@ -24,6 +24,7 @@ from offload.shards import read_manifest
 from tests.support.inside import flats_of, tier_of
 from tests.support.on_ranks import folder, on_ranks, place
 from tests.support.resuming import Run, batch, net, stir
+from tests.support.slow import slow
 from tests.support.values import full, same
 
 # ---- going on
@@ -70,7 +71,7 @@ def test_masters_in_full_precision_go_on(stage: int, optimizer: str) -> None:
     goes_on({"stage": stage, "precision": {"param": "bf16", "reduce": "fp32"}}, kind=optimizer)
 
 
-@on_ranks(1, 2, tiers=(("host", "host"), ("disk", "disk"), ("disk", "device"), ("device", "disk")), half=(False, True))
+@on_ranks(1, 2, tiers=(("host", "host"), ("disk", "disk"), ("disk", "device"), *slow(("device", "disk"))), half=(False, True))
 def test_a_run_on_tiers_goes_on_and_may_change_them(tiers: tuple[str, str], half: bool) -> None:
     """Saved from one tier, loaded onto another: the same bits, and new states are on their tier at once."""
     with folder() as path:

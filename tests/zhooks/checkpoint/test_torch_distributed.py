@@ -24,6 +24,7 @@ from tests.support.matrix_optimizers import MATRIX_OPTIMIZERS, net
 from tests.support.on_ranks import folder, on_ranks, place
 from tests.support.pipelines import mesh_of as pipeline_mesh
 from tests.support.ranks import Pool
+from tests.support.slow import slow
 from tests.support.torches import not_with_2_8
 from tests.support.tp_gpt import Gpt, batch, loss_of, plain_gpt
 from tests.support.tp_runs import attached, mesh_of
@@ -208,9 +209,10 @@ def test_what_a_dp_by_tp_mesh_saves_loads_over_other_meshes(ranks: Ranks, tmp_pa
 # ---- whole states on their owner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cells",
-    [pytest.param({}, id="device", marks=pytest.mark.slow), pytest.param({"optimizer": {"tier": "host"}}, id="host")],
+    [pytest.param({}, id="device"), pytest.param({"optimizer": {"tier": "host"}}, id="host")],
 )
 def test_states_that_one_rank_keeps_whole_go_through(ranks: Ranks, tmp_path: Path, cells: dict[str, Any]) -> None:
     policy = {"stage": 3} | cells
@@ -226,7 +228,7 @@ def test_states_that_one_rank_keeps_whole_go_through(ranks: Ranks, tmp_path: Pat
 
 
 @not_with_2_8("its async_save copies into plain tensors, which sharded ones refuse")
-@on_ranks(2, policy=({"stage": 3}, {"stage": 3} | DISK, {"stage": 1} | OVERLAP))
+@on_ranks(2, policy=(*slow({"stage": 3}), {"stage": 3} | DISK, {"stage": 1} | OVERLAP))
 def test_an_asynchronous_save_has_what_was_there_when_it_was_called(policy: dict[str, Any]) -> None:
     job = Job(policy)
     job.train(range(3))

@@ -18,6 +18,7 @@ import zhooks
 from offload.policy import Precision
 from tests.support.on_ranks import on_ranks, place
 from tests.support.scaling_model import HOT, adamw, attached, batch, build, loss_of
+from tests.support.slow import slow
 from tests.support.values import copies, grad_of, same
 from zhooks.grad.loss_scale import LossScale
 
@@ -84,7 +85,7 @@ def test_scales_skipped_steps_and_parameters_are_those_of_a_plain_grad_scaler(st
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found[1], wanted[1], strict=True))
 
 
-@on_ranks(2, tier=("host", "disk"))
+@on_ranks(2, tier=("host", *slow("disk")))
 def test_every_tier_skips_and_steps_with_the_same_bits(tier: str) -> None:
     cell = {"tier": tier}
     wanted = policy_run()
@@ -261,6 +262,7 @@ def test_what_overflowed_under_a_grad_scaler_is_named_too(options: dict[str, Any
     assert only.scale == (1.0 if options else 4.0) and scaler.get_scale() == 2.0
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_fp16_overfits_as_fp32_does() -> None:
     ends = []

@@ -12,6 +12,7 @@ import torch
 
 import zhooks
 from tests.support.on_ranks import folder, on_ranks, place
+from tests.support.slow import slow
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -43,9 +44,9 @@ def generated(model: Any, seed: int, tokens: int, way: dict[str, Any]) -> torch.
     return made
 
 
-POLICIES: tuple[dict[str, Any], ...] = (
+POLICIES: tuple[Any, ...] = (
     {"stage": 0},
-    {"stage": 2},
+    *slow({"stage": 2}),
     {"stage": 3},
     {"stage": 3, "parameter": {"tier": "host"}},
     {"stage": 3, "parameter": {"tier": "disk"}, "budget": {"device": "1 MiB"}},

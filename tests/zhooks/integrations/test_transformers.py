@@ -21,6 +21,7 @@ import zhooks
 from tests.support.compiling import breaks, compiling, graphs
 from tests.support.launched import launched
 from tests.support.on_ranks import folder, on_ranks, place
+from tests.support.slow import slow
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -83,7 +84,7 @@ def values(model: nn.Module) -> list[Tensor]:
     return [p.full_tensor() if isinstance(p, zhooks.ShardedTensor) else p.detach().clone() for p in model.parameters()]
 
 
-@on_ranks(1, 2, limit_s=180.0, stage=(1, 3))
+@on_ranks(1, 2, limit_s=180.0, stage=(*slow(1), 3))
 def test_a_trainer_trains_evaluates_and_saves_what_it_does_by_itself(stage: int) -> None:
     steps: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "max_grad_norm": 0.5}

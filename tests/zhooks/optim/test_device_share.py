@@ -19,6 +19,7 @@ from tests.support.matrix_optimizers import MATRIX_OPTIMIZERS, net, train
 from tests.support.on_ranks import folder, on_ranks, place
 from tests.support.plain_matrices import check_equal, check_states, plain
 from tests.support.resuming import Run, stir
+from tests.support.slow import slow
 from tests.support.tiers import adamw, loss_of, run, step, three_steps
 from tests.support.tp_runs import attached, data_place, mesh_of
 from tests.support.tp_runs import train as tp_train
@@ -54,7 +55,7 @@ def test_any_share_has_the_bits_of_none(tier: str, compute: str, overlap: bool) 
         assert found[0] == wanted[0] and same(found[1], wanted[1])
 
 
-@on_ranks(1, 2, half=(False, True))
+@on_ranks(1, 2, half=(*slow(False), True))
 def test_the_compiled_kernels_have_the_same_bits_on_both_sides(half: bool) -> None:
     more = {"precision": {"param": "bf16"}} if half else {}
     results = [
@@ -82,7 +83,7 @@ def test_states_of_both_sides_are_where_the_description_has_them(stage: int) -> 
     attachment.detach()
 
 
-@on_ranks(1, 2, path=((0, 0.6, 0.2, 1), (1, 0.3, 0, 0.7)), tier=("host", "disk"))
+@on_ranks(1, 2, path=((0, 0.6, 0.2, 1), *slow((1, 0.3, 0, 0.7))), tier=("host", "disk"))
 def test_a_living_model_goes_from_one_share_to_another(path: tuple[float, ...], tier: str) -> None:
     moves = False
 
@@ -285,7 +286,7 @@ def test_states_may_be_handed_over_by_a_thread_while_another_update_begins() -> 
     assert "count" not in optimizer.param_groups[0]
 
 
-@on_ranks(1, 2, tier=("host", "disk"), compute=("device", "host"))
+@on_ranks(1, 2, tier=("host", "disk"), compute=(*slow("device"), "host"))
 def test_stochastic_rounding_draws_the_same_at_any_share(tier: str, compute: str) -> None:
     found = [
         run(three_steps("gpt"), policy(share, tier, compute=compute, rounding="stochastic"), build=half_of_gpt)
@@ -298,6 +299,7 @@ def half_of_gpt() -> nn.Module:
     return ZOO["gpt"].build(7).bfloat16()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_model_that_is_divided_over_tp_trains_the_same_at_any_share() -> None:
     losses = []

@@ -24,6 +24,7 @@ from offload.errors import CapabilityError, ShardedOpError, TierError
 from offload.events import Event
 from tests.support.inside import stepper_of, units_of
 from tests.support.on_ranks import on_ranks, place
+from tests.support.slow import slow
 
 STEPS = 4
 
@@ -250,7 +251,7 @@ CELLS: dict[str, dict[str, Any]] = {
 }
 
 
-@on_ranks(1, 2, cell=tuple(CELLS))
+@on_ranks(1, 2, cell=(*slow("host", "disk", "copies", "kernels"), "copies on disk", "kernels on disk", "rounded"))
 def test_updates_beside_backward_have_the_bits_of_updates_in_the_step(cell: str) -> None:
     states = []
     for overlap in (True, False):
@@ -275,6 +276,7 @@ MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_every_optimizer_of_torch_that_updates_by_element_runs_beside_backward() -> None:
     for name, make in MAKE.items():

@@ -21,6 +21,7 @@ from tests.support.inside import break_disk, store_of
 from tests.support.matrix_optimizers import MATRIX_OPTIMIZERS, Shampoo, batch, net, train
 from tests.support.on_ranks import folder, on_ranks, place
 from tests.support.plain_matrices import check_equal, check_states, plain
+from tests.support.slow import slow
 from tests.support.values import full
 from zhooks.optim import OwnedStates, tensors_in
 from zhooks.tensor import StoredTensor
@@ -32,7 +33,7 @@ def policy(tier: str, **more: Any) -> dict[str, Any]:
     return {"units": {"min_numel": 0}, "comm": {"timeout_s": 60}, **{cell: {"tier": tier} for cell in CELLS}, **more}
 
 
-@on_ranks(1, 2, 4, tier=("host", "disk"), kind=("muon", "adafactor", "shampoo", "soap", "muon_with_adam"))
+@on_ranks(1, 2, 4, tier=("host", "disk"), kind=("muon", "adafactor", "shampoo", *slow("soap", "muon_with_adam")))
 def test_training_over_tiers_equals_plain_training_bit_for_bit(tier: str, kind: str) -> None:
     model = net()
     attachment = zhooks.attach(model, policy=policy(tier))
@@ -55,7 +56,10 @@ def both(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [MATRIX_OPTIMIZERS["muon"](model.parameters()), torch.optim.AdamW(rest, lr=0.01)]
 
 
-@on_ranks(1, 2, tiers=(("host",) * 3, ("disk",) * 3, ("device", "device", "disk"), ("host", "disk", "device")), stage=(0, 3))
+@on_ranks(
+    1, 2,
+    tiers=(("host",) * 3, *slow(("disk",) * 3, ("device", "device", "disk")), ("host", "disk", "device")), stage=(0, 3),
+)  # fmt: skip
 def test_a_mixed_set_with_clipping_recomputation_and_schedules_equals_the_plain_one(tiers: tuple[str, ...], stage: int) -> None:
     results: list[nn.Module] = []
     cells: dict[str, Any] = {cell: {"tier": tier} for cell, tier in zip(CELLS, tiers, strict=True)}
@@ -114,7 +118,7 @@ def test_states_lie_on_their_tier_between_steps_and_can_be_read_and_written_ther
     check_equal(model, expected)
 
 
-@on_ranks(1, 2, tier=("host", "disk"), kind=("muon", "shampoo"))
+@on_ranks(1, 2, tier=("host", "disk"), kind=("muon", *slow("shampoo")))
 def test_a_run_saved_from_tiers_goes_on_bit_for_bit_on_them(tier: str, kind: str) -> None:
     with folder() as path:
         model = net()

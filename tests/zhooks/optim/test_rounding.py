@@ -149,6 +149,7 @@ def test_it_has_the_bits_of_a_loop_by_hand_on_every_tier_and_over_any_ranks(cell
     assert sum(same) >= len(same) - 2, "a last place of Adam's quotient moves a rounding once in a thousand"
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_nearest_stalls_where_stochastic_ends_near_fp32() -> None:
     ends = {}

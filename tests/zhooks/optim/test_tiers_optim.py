@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import zhooks
 from tests.support.inside import block_range_of, tier_of, units_of
 from tests.support.on_ranks import on_ranks, place
+from tests.support.slow import slow
 from tests.support.tiers import AWAY, adamw, loss_of, policy, run, step, three_steps
 from tests.support.values import copies, same
 from tests.support.zoo import ZOO
@@ -74,7 +75,7 @@ class Counting(torch.optim.Optimizer):
                     p.sub_(p.grad * (group["lr"] / group["turn"] * group["decayed"]))
 
 
-@on_ranks(1, 2, tier=("host", "disk"))
+@on_ranks(*slow(1), 2, tier=("host", "disk"))
 def test_every_elementwise_optimizer_steps_as_on_the_device(tier: str) -> None:
     for kind, make in KINDS.items():
 
@@ -249,7 +250,10 @@ def test_one_optimizer_over_two_attached_models_steps_both_and_keeps_its_groups(
 # ---- another policy for a living model -------------------------------------------------------------------------------
 
 
-@on_ranks(1, 2, path=(("device", "host", "disk", "device"), ("disk", "mixed", "device", "states"), ("host", "device", "disk")))
+@on_ranks(
+    1, 2,
+    path=(("device", "host", "disk", "device"), ("disk", "mixed", "device", "states"), *slow(("host", "device", "disk"))),
+)  # fmt: skip
 def test_moving_between_tiers_does_not_change_a_bit(path: tuple[str, ...]) -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, attachment: zhooks.Attachment | None) -> list[float]:
         losses = []

@@ -18,6 +18,7 @@ from offload.text import parse_size
 from offload.tier import Tier
 from offload.virtual import Races
 from tests.support.on_ranks import from_first, on_ranks, place
+from tests.support.slow import slow
 from tests.support.values import sharded
 from tests.support.virtual import machine, on_virtual
 
@@ -96,7 +97,7 @@ def gone_over(before: Memory, after: Memory, micro: int = 1, kind: Any = torch.o
     return run
 
 
-@on_ranks(1, 2, micro=(1, 2))
+@on_ranks(1, 2, micro=(*slow(1), 2))
 def test_memory_that_was_left_takes_states_back_to_the_device_and_no_bit_of_training_changes(micro: int) -> None:
     run = gone_over(NARROW, ROOMY, micro)
     assert "disk" not in run.tiers and "; it fits and moves less data." in run.attachment.describe()
@@ -105,7 +106,7 @@ def test_memory_that_was_left_takes_states_back_to_the_device_and_no_bit_of_trai
     assert all(map(torch.equal, run.values(), plain.values()))
 
 
-@on_ranks(1, 2, micro=(1, 2))
+@on_ranks(1, 2, micro=(*slow(1), 2))
 def test_memory_that_runs_short_moves_states_away_and_no_bit_of_training_changes(micro: int) -> None:
     run = gone_over(ROOMY, FULL, micro)
     assert "disk" in run.tiers and "; less than 10% of " in run.attachment.describe()
@@ -198,7 +199,7 @@ def test_steps_that_are_given_a_closure_stay_where_they_are_allowed() -> None:
     assert "after 3 steps: not checked: its optimizer is stepped with a closure" in run.attachment.describe()
 
 
-@on_ranks(1, 2, known=(True, False))
+@on_ranks(1, 2, known=(True, *slow(False)))
 def test_a_change_that_fails_half_way_is_undone_and_said(known: bool) -> None:
     rank, world = place()
     admit, refused = Budget.admit, list[int]()

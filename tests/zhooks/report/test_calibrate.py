@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import zhooks
 from offload.errors import ShardedOpError
 from tests.support.on_ranks import hooks_left, on_ranks, place
+from tests.support.slow import slow
 from tests.support.zoo import GPT, VOCABULARY, next_token
 from zhooks.report.propose_dtypes import BINS, LOWEST, Proposal, Ranges, propose
 
@@ -84,7 +85,7 @@ def train(model: nn.Module, numbers: range) -> list[float]:
     return losses
 
 
-@on_ranks(1, 2, limit_s=180.0, prefer=("fp16", "bf16"))
+@on_ranks(1, 2, limit_s=180.0, prefer=("fp16", *slow("bf16")))
 def test_units_built_to_need_fp32_are_named_and_the_proposal_trains_near_fp32(prefer: str) -> None:
     attachment = zhooks.attach(build(), policy=SMALL)
     with attachment.calibrate(prefer=prefer) as calibration:  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from offload.tier import Tier
 from tests.support.held_levels import POLICIES, TIERED, Levels, training
 from tests.support.inside import flats_of, has_store, memory_of, runtime_of, store_of
 from tests.support.on_ranks import on_ranks
+from tests.support.slow import slow
 from zhooks.tensor import ShardedTensor
 from zhooks.unit.buffer import StoreBuffer
 
@@ -92,8 +93,11 @@ TENSE: dict[str, dict[str, Any]] = {
     "numba": {"stage": 3, "optimizer": {"tier": "host", "kernel": "numba"}, "precision": {"param": "bf16"}},
 }
 
+#: Of which another holds what they do.
+HELD_ALIKE = ("disk", "bf16", "activations")
 
-@on_ranks(1, 2, name=tuple(TENSE))
+
+@on_ranks(1, 2, name=(*(name for name in TENSE if name not in HELD_ALIKE), *slow(*HELD_ALIKE)))
 def test_every_byte_is_known_wherever_a_run_rests(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = Watched(TENSE[name], folder)

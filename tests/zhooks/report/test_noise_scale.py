@@ -186,6 +186,7 @@ def test_one_rank_measures_nothing_of_single_passes_nor_of_gradients_that_were_t
     assert "several backward passes" in str(noise)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_linear_regression_has_the_noise_scale_that_its_covariance_gives() -> None:
     """Of loss (w.x - y)^2 / 2 with standard normal x and noise of deviation s, at a distance d of w from the truth in n

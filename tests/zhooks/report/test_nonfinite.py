@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zhooks
 from tests.support.on_ranks import on_ranks, place
 from tests.support.resuming import Run, batch
+from tests.support.slow import slow
 from tests.support.values import full, same, sharded
 
 #: Of a loss whose gradients overflow at the scales used here, the first times.
@@ -197,7 +198,7 @@ def test_another_optimizer_with_finite_gradients_does_not_excuse_one_without() -
     attachment.detach()
 
 
-@on_ranks(1, 2, kind=(torch.optim.SGD, torch.optim.LBFGS))
+@on_ranks(1, 2, kind=(torch.optim.SGD, *slow(torch.optim.LBFGS)))
 def test_a_closure_is_judged_in_its_own_step(kind: Any) -> None:
     _, world = place()
     model = nn.Linear(6, 3)

@@ -45,17 +45,18 @@ def trained(pp: int, schedule: str, policy: dict[str, Any], *, steps: int = STEP
     run.close()
 
 
-@on_ranks(4, schedule=("interleaved", *slow("gpipe", "1f1b")))
+@pytest.mark.slow
+@on_ranks(4, schedule=("interleaved", "gpipe", "1f1b"))
 def test_two_stages_over_two_data_ranks_train_as_the_plain_model(schedule: str) -> None:
     trained(2, schedule, {"stage": 3})
 
 
-@on_ranks(4, stage=(0, 1, 2))
+@on_ranks(4, stage=(0, *slow(1), 2))
 def test_every_stage_of_zero_trains_as_the_plain_model(stage: int) -> None:
     trained(2, "1f1b", {"stage": stage})
 
 
-@on_ranks(2, schedule=("gpipe", "1f1b", "interleaved", "bfs"))
+@on_ranks(2, schedule=(*slow("gpipe", "1f1b"), "interleaved", "bfs"))
 def test_stages_of_one_rank_each_train_as_the_plain_model(schedule: str) -> None:
     trained(2, schedule, {"stage": 3}, steps=4)
     trained(2, schedule, {"stage": 1}, steps=4)
@@ -73,10 +74,9 @@ def test_four_stages_deep(schedule: str) -> None:
     trained(4, schedule, {"stage": 3}, microbatches=8, blocks=8)
 
 
-@on_ranks(4, schedule=("zero-bubble",))
-def test_weight_gradients_that_are_put_off_are_those_of_the_plain_model(schedule: str) -> None:
-    for stage in (0, 3):
-        trained(2, schedule, {"stage": stage}, steps=2)
+@on_ranks(4, stage=(*slow(0), 3))
+def test_weight_gradients_that_are_put_off_are_those_of_the_plain_model(stage: int) -> None:
+    trained(2, "zero-bubble", {"stage": stage}, steps=2)
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ IN_FLIGHT: dict[str, dict[str, Any]] = {
 }
 
 
-@on_ranks(2, what=tuple(IN_FLIGHT))
+@on_ranks(2, what=(*slow("recomputed", "stashed"), "both", "states", "kept"))
 def test_activations_and_tiers_are_right_with_several_microbatches_in_flight(what: str) -> None:
     trained(2, "interleaved", {"stage": 3, **IN_FLIGHT[what]}, steps=3)
 
@@ -124,13 +124,12 @@ def counted(run: Run, what: str, number: int) -> Counter[str]:
     )
 
 
-@on_ranks(4, stage=(3, *slow(0, 2)))
-def test_a_unit_is_reduced_once_a_step_whatever_the_number_of_microbatches(stage: int) -> None:
-    for schedule in ("1f1b", "interleaved"):
-        run = Run(2, schedule, {"stage": stage})
-        for number in range(3):
-            assert set(counted(run, "reduce", number).values()) == {1}
-        run.close()
+@on_ranks(4, schedule=(*slow("1f1b"), "interleaved"), stage=(3, *slow(0, 2)))
+def test_a_unit_is_reduced_once_a_step_whatever_the_number_of_microbatches(schedule: str, stage: int) -> None:
+    run = Run(2, schedule, {"stage": stage})
+    for number in range(3):
+        assert set(counted(run, "reduce", number).values()) == {1}
+    run.close()
 
 
 @on_ranks(4)

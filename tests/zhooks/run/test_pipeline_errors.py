@@ -59,24 +59,23 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@on_ranks(4, where=("backward", *slow("forward")))
-def test_after_a_step_abandoned_in_the_middle_a_new_one_is_the_plain_models(where: str) -> None:
-    for policy in POLICIES.values():
-        run = Run(2, "gpipe", policy)
-        run.step(0)
-        # The stage before has sent what the one after has received: nothing of the lost step is on its way to the next.
-        number = {"forward": (3, 2), "backward": (1, 2)}[where][0 if run.pipe.first else 1]
-        (part,) = run.mine.values()
-        ill = Ill(part.blocks[0], number, backward=where == "backward")  # type: ignore[index, arg-type]
-        with pytest.raises(RuntimeError) as caught:
-            run.pipe.step(1)
-        assert "ill" in str(caught.value.__cause__)
-        ill.handle.remove()
-        run.optimizer.zero_grad()
-        run.pipe = again(run)
-        for step in range(1, 4):
-            run.step(step)
-        run.close()
+@on_ranks(4, where=("backward", *slow("forward")), named=("recomputed", *slow("zero", "three")))
+def test_after_a_step_abandoned_in_the_middle_a_new_one_is_the_plain_models(where: str, named: str) -> None:
+    run = Run(2, "gpipe", POLICIES[named])
+    run.step(0)
+    # The stage before has sent what the one after has received: nothing of the lost step is on its way to the next.
+    number = {"forward": (3, 2), "backward": (1, 2)}[where][0 if run.pipe.first else 1]
+    (part,) = run.mine.values()
+    ill = Ill(part.blocks[0], number, backward=where == "backward")  # type: ignore[index, arg-type]
+    with pytest.raises(RuntimeError) as caught:
+        run.pipe.step(1)
+    assert "ill" in str(caught.value.__cause__)
+    ill.handle.remove()
+    run.optimizer.zero_grad()
+    run.pipe = again(run)
+    for step in range(1, 4):
+        run.step(step)
+    run.close()
 
 
 @not_with_2_8("a stage runs in a schedule only")

@@ -79,8 +79,7 @@ def train(model: nn.Module, run: nn.Module) -> list[float]:
     policy=(
         JOINED,
         APART,
-        {**APART, "schedule": {"prefetch": 3}},
-        {**APART, "schedule": {"prefetch": 0, "reshard_after_forward": True}},
+        *slow({**APART, "schedule": {"prefetch": 3}}, {**APART, "schedule": {"prefetch": 0, "reshard_after_forward": True}}),
         {**APART, "activation": {"checkpoint": "unit"}},
     ),
 )

@@ -10,6 +10,7 @@ from torch import nn
 
 import zhooks
 from tests.support.compiling import compiling
+from tests.support.slow import slow
 from tests.support.virtual import on_virtual
 from zhooks.simulation import Simulation, simulate
 
@@ -40,7 +41,7 @@ def simulated(compiled: str, **given: Any) -> Simulation:
         return simulate(build, step, world=2, policy={"units": {"min_numel": 0}})
 
 
-@on_virtual(compiled=("blocks", "wrapped", "whole"))
+@on_virtual(compiled=("blocks", *slow("wrapped"), "whole"))
 def test_what_inductor_compiles_is_refused_by_name(compiled: str) -> None:
     with pytest.raises(zhooks.SimulationError, match=r"expected code that is not compiled, .* Simulate it uncompiled"):
         simulated(compiled)

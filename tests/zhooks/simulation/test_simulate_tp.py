@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zhooks
+from tests.support.slow import slow
 from tests.support.tp_gpt import batch, divide, loss_of, plain_gpt
 from tests.support.virtual import on_virtual
 from zhooks.simulation import Simulation, simulate
@@ -46,7 +47,7 @@ def test_over_tp_a_rank_computes_and_holds_its_share_and_sums_what_rows_give(t: 
     assert divided.exposed_s > 0 and not divided.races
 
 
-@on_virtual(sequence=(False, True))
+@on_virtual(sequence=(*slow(False), True))
 def test_a_gpt_over_shard_and_tp_has_no_use_that_is_unordered(sequence: bool) -> None:
     def built(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = divide(plain_gpt(), mesh["tp"], sequence=sequence)

@@ -19,6 +19,7 @@ import zhooks
 from offload.hardware import Hardware
 from tests.support.on_ranks import place
 from tests.support.ranks import Pool
+from tests.support.slow import slow
 from tests.support.storage_peak import a_cpu, peak
 from tests.support.virtual import on_virtual
 from zhooks.simulation import Simulation, Slowdown, simulate
@@ -80,7 +81,7 @@ def simulated(kind: str, stages: int, batches: int, **given: Any) -> Simulation:
     return found
 
 
-@on_virtual(kind=("gpipe", "1f1b", "interleaved"), stages=(2, 4))
+@on_virtual(kind=("gpipe", "1f1b", "interleaved"), stages=(*slow(2), 4))
 def test_stages_that_are_alike_stand_still_for_the_share_that_formulas_give(kind: str, stages: int) -> None:
     found = simulated(kind, stages, 2 * stages)
     passes = 2 * stages * (2 if kind == "interleaved" else 1)
@@ -276,7 +277,10 @@ def predicted(kind: str, checkpoint: str) -> list[int]:
     return [one.device.nbytes for one in found.stages]
 
 
-@pytest.mark.parametrize(("kind", "checkpoint"), [("gpipe", "none"), ("1f1b", "unit"), ("interleaved", "none")])
+@pytest.mark.parametrize(
+    ("kind", "checkpoint"),
+    [pytest.param("gpipe", "none", marks=pytest.mark.slow), ("1f1b", "unit"), ("interleaved", "none")],
+)
 def test_peaks_of_stages_are_what_two_ranks_of_a_cpu_hold(
     kind: str, checkpoint: str, ranks2: Pool, virtual_ranks: Pool, tmp_path: Path
 ) -> None:

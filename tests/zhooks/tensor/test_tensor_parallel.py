@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import zhooks
 from tests.support.on_ranks import on_ranks
+from tests.support.slow import slow
 from tests.support.tp_gpt import batch, divide, loss_of, plain_gpt
 from tests.support.tp_runs import FINE, attached, data_place, mesh_of, same_run, train
 from tests.support.values import grad_of, sharded, whole
@@ -38,10 +39,12 @@ HOST = {name: {"tier": "host"} for name in ("parameter", "gradient", "optimizer"
 DISK = {name: {"tier": "disk"} for name in ("parameter", "gradient", "optimizer")}
 
 
-@on_ranks(4, limit_s=120.0)
-def test_ten_steps_over_dp_and_tp_equal_the_plain_models() -> None:
-    same_run(3, 2, sequence=True, policy=HOST)
-    same_run(1, 1, replicate=2)
+@on_ranks(4, limit_s=120.0, over=("dp x tp", *slow("replicas")))
+def test_ten_steps_over_dp_and_tp_equal_the_plain_models(over: str) -> None:
+    if over == "replicas":
+        same_run(1, 1, replicate=2)
+    else:
+        same_run(3, 2, sequence=True, policy=HOST)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import zhooks
 from offload.errors import BudgetError
 from tests.support.inside import pool_of
 from tests.support.on_ranks import on_ranks, place
+from tests.support.slow import slow
 
 WIDTH, BLOCKS = 32, 4
 
@@ -90,7 +91,10 @@ def compared(stage: int, precision: str, arena: str) -> zhooks.Attachment:
     return with_it[2]
 
 
-@on_ranks(1, 2, case=((0, "fp32", "states"), (1, "bf16", "all"), (2, "fp32", "all"), (3, "bf16", "states"), (3, "fp32", "all")))
+@on_ranks(
+    1, 2,
+    case=((0, "fp32", "states"), (1, "bf16", "all"), (2, "fp32", "all"), *slow((3, "bf16", "states")), (3, "fp32", "all")),
+)  # fmt: skip
 def test_training_is_bit_equal_with_and_without_it_at_every_stage(case: tuple[int, str, str]) -> None:
     attachment = compared(*case)
     arena = pool_of(attachment).arena

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import zhooks
 from tests.support.inside import flats_of, has_store, is_stepped_over_tiers, numel_of, range_of, store_of, tier_of
 from tests.support.on_ranks import on_ranks, place
+from tests.support.slow import slow
 from tests.support.tiers import AWAY, TIERS, Loop, adamw, loss_of, policy, run, step, three_steps
 from tests.support.values import copies, grad_of, same, sharded
 from tests.support.zoo import ZOO
@@ -40,7 +41,7 @@ def test_losses_and_parameters_are_those_of_the_device_tier(tier: str, name: str
         assert found[0] == wanted[0] and same(found[1], wanted[1]), f"prefetch {ahead}"
 
 
-@on_ranks(1, 2, tier=AWAY, param=("bf16", "fp16"))
+@on_ranks(1, 2, tier=AWAY, param=("bf16", *slow("fp16")))
 def test_masters_apart_from_their_copies_train_as_on_the_device(tier: str, param: str) -> None:
     precision = {"param": param, "output": "fp32"}
     for stage in (3, 0):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import zhooks
 from tests.support.matrix_optimizers import batch, net
 from tests.support.on_ranks import on_ranks
+from tests.support.slow import slow
 from tests.support.tiers import AWAY, TIERS, policy
 from tests.support.values import copies, same
 
@@ -73,7 +74,7 @@ def check(tiers: tuple[str, ...], stage: int, passes: int, clip: float, **more: 
         assert same(trained(device, passes, clip, one), wanted), f"device, then {tier}"
 
 
-@on_ranks(1, 2, stage=(3, 1))
+@on_ranks(1, 2, stage=(3, *slow(1)))
 def test_a_freeze_between_steps_of_several_backward_passes_leaves_the_same_bits_on_every_tier(stage: int) -> None:
     check(("gradients",), stage, passes=2, clip=0.0)
 
