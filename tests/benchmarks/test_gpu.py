@@ -36,7 +36,6 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 def test_without_cuda_the_command_ends_with_four_and_one_line() -> None:
     done = run("--only=copies")
     assert done.returncode == 4
