@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from zhooks.plan.arena import rest_reserve, shards_reserve
 from zhooks.plan.checks import check_holds, check_ignored, check_module, check_scaled
-from zhooks.plan.device_budget import DeviceBudget, Headroom, device_floor, ignored_here, state_nbytes
+from zhooks.plan.device_budget import DeviceBudget, Headroom, device_floor, ignored_here
 from zhooks.plan.initialisers import initialiser_of, is_meta
 from zhooks.plan.layouts import STAGED_NBYTES, Layouts
 from zhooks.plan.plan import Plan, look
 from zhooks.plan.request import Request, read
+from zhooks.plan.state_sizes import state_nbytes
 from zhooks.plan.tiers import Admission, Need, admit, admit_any, check_change
 
 __all__ = [

@@ -1,0 +1,129 @@
+"""What an optimizer keeps, or will keep once it has stepped, of the parameters of units: bytes of this rank.
+
+``device_budget.py`` holds it against a budget, ``planning/`` against machines.  It steps no optimizer of
+the user's and allocates nothing on the device.
+
+Note: [States ahead]
+    Only an optimizer knows what it will keep.  So one of the same class and options steps once on the CPU, over parameters of a
+    few elements, and what it then holds in their shape is what it will hold of ours.  There can be none such where it needs a
+    closure, or its constructor other arguments.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from offload.tier import Tier
+from zhooks.layout import UnitPlan
+from zhooks.optim import OwnedStates, nbytes_of, tensors_in, vectors_in
+
+__all__ = ["Whole", "state_nbytes"]
+
+_Place = tuple[int, torch.dtype, int]
+"""A parameter as far as states depend on it: its group, the dtype that is updated, its dimensions."""
+
+Whole = tuple[nn.Parameter, int]
+"""A parameter that stays whole on the device, and the bytes that it takes."""
+
+
+def state_nbytes(
+    optimizer: Optimizer,
+    units: Sequence[UnitPlan],
+    rank: int,
+    *,
+    wide: bool = False,
+    ignored: Sequence[Whole] = (),
+) -> tuple[int, bool]:
+    """Bytes of states on the device, those it has and those it will make, and whether the latter could be foreseen; see
+    Note [States ahead].
+
+    Args:
+        rank: among the data ranks.
+        wide: bf16 parameters are updated in fp32 and have states in it.
+        ignored: parameters that this rank updates whole.
+    """
+    numels = {id(param): numel for unit in units for param, numel in _on_device(unit, rank)}
+    numels.update((id(param), param.numel()) for param, _ in ignored if param.requires_grad)
+    held, coming = 0, list[tuple[_Place, int]]()
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            numel = numels.get(id(param), 0)
+            states = optimizer.state.get(param) if numel else None
+            dtype = _updated(param, wide=wide)
+            if isinstance(states, OwnedStates):
+                # Its owner will keep them whole, the others nothing.
+                held += sum(map(nbytes_of, tensors_in(states)))
+                if states.here and next(tensors_in(states), None) is None:
+                    coming.append(((number, dtype, param.dim()), param.numel()))
+            elif states:
+                held += sum(one.to_local().nbytes for one in vectors_in(states))
+                held += numel * _itemsize(states, param.shape)
+            elif numel:
+                coming.append(((number, dtype, param.dim()), numel))
+    made = _made(optimizer, {place for place, _ in coming})
+    return held + sum(made[place] * numel for place, numel in coming if made is not None), made is not None
+
+
+def _updated(param: nn.Parameter, *, wide: bool) -> torch.dtype:
+    """The dtype that is updated, and that states have."""
+    return torch.float32 if wide and param.dtype is torch.bfloat16 else param.dtype
+
+
+def _on_device(unit: UnitPlan, rank: int) -> Iterator[tuple[nn.Parameter, int]]:
+    """Trainable parameters whose states are kept on the device, and the elements of each that a rank owns."""
+    for flat in unit.flats:
+        if flat.kind.trainable and flat.kind.tiers.optimizer is Tier.DEVICE:
+            for index, param in enumerate(unit.params(flat)):
+                yield param, flat.owned_numel(index, rank)
+
+
+def _itemsize(states: Any, shape: torch.Size) -> int:
+    """Bytes of state for each element of a parameter of ``shape``."""
+    values = states.values() if isinstance(states, dict) else ()
+    return sum(value.dtype.itemsize for value in values if isinstance(value, Tensor) and value.dim() and value.shape == shape)
+
+
+def _made(optimizer: Optimizer, places: set[_Place]) -> dict[_Place, int] | None:
+    """Bytes of state an element that a first step of this optimizer makes for parameters of each kind."""
+    if not places:
+        return {}
+    params = {place: nn.Parameter(torch.zeros((3,) * max(1, place[2]), dtype=place[1])) for place in places}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        mine = [param for place, param in params.items() if place[0] == number]
+        if mine:
+            options = {key: _on_cpu(value) for key, value in group.items() if key not in ("params", "param_names")}
+            # It asks for a device to capture on.
+            groups.append({**options, **({"capturable": False} if "capturable" in options else {}), "params": mine})
+    kind: Any = type(optimizer)
+    # Whatever it raises, it is another's code that was not made for this.
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=()), torch.no_grad():
+            warnings.simplefilter("ignore")
+            named = inspect.signature(kind.__init__).parameters
+            stand_in = kind(groups, **{key: _on_cpu(value) for key, value in optimizer.defaults.items() if key in named})
+            for param in params.values():
+                param.grad = torch.ones_like(param)
+            step = kind.step
+            (step.__wrapped__ if getattr(step, "hooked", False) else step)(stand_in)
+            if any(one.dim() and one.shape != param.shape for param in params.values() for one in _held(stand_in, param)):
+                return None  # how large those are for another shape, nobody knows
+            return {place: _itemsize(stand_in.state.get(param), param.shape) for place, param in params.items()}
+    except Exception:
+        return None
+
+
+def _held(optimizer: Any, param: nn.Parameter) -> Iterator[Tensor]:
+    return tensors_in(optimizer.state.get(param, {}))
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
