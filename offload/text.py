@@ -103,6 +103,12 @@ def as_size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def as_enough(nbytes: int) -> str:
+    """As `as_size`, but never less than ``nbytes``: for a limit that shall hold them."""
+    unit, name = next(((unit, name) for unit, name in UNITS if nbytes >= unit), (1, "B"))
+    return f"{-(-nbytes * 100 // unit) / 100:g} {name}" if unit > 1 else f"{nbytes} B"
+
+
 def counted(number: int, noun: str) -> str:
     """"1 unit", "1,024 units", "2 processes"; for nouns whose plural ends in s."""
     return f"{number:,} {plural(number, noun)}"

@@ -36,7 +36,7 @@ from zhooks.comm import CONTROL, Call, Comm, Progress, all_or_none, meet, open_c
 from zhooks.compiled import keep_outside_graphs
 from zhooks.keywords import explained
 from zhooks.optim import Closures, Optimizers, Owners, Rounding, Steps, watch_steps
-from zhooks.plan import DeviceBudget, Plan, Request, ignored_here, look, read
+from zhooks.plan import DeviceBudget, Plan, Request, StateBudgets, ignored_here, look, read
 from zhooks.planning import Choice, chosen_for
 from zhooks.report import (
     Calibrated,
@@ -180,6 +180,7 @@ class Attachment(
         # A step calls them in this order.
         begin(self._optimizers, self._known)
         begin(self._device_budget)
+        begin(StateBudgets(self._comm, self._units, lambda: self.policy, lambda: self._tiers.limits))
         begin(scaling, watch_steps)
         self._nonfinite = NonFinite(self._comm, self._units, runtime, self._steps, virtual=self._device.type == NAME)
         begin(self._nonfinite, self.policy, watch_steps)

@@ -6,8 +6,9 @@ everything on the device has tiers that do nothing.  It never touches a paramete
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -49,11 +50,13 @@ class Tiers:
     Attributes:
         store: what is kept elsewhere.
         stepper: what steps optimizers, over it where there is one.
+        limits: bytes that each tier may hold, the least of any rank; None is no bound, and so is a tier left out.
         fixed: tables of the policy that cannot change any more.
     """
 
     store: Store | None = None
     stepper: Stepper | None = None
+    limits: Mapping[Tier, int | None] = MappingProxyType({})
     fixed: ClassVar[tuple[str, ...]] = ("units", "comm")
 
     def change(self, policy: Policy, device: torch.device, units: Sequence[UnitPlan], comm: Comm, bus: Bus) -> Tiers:
@@ -107,7 +110,7 @@ class StoredTiers(Tiers):
     fixed = (*Tiers.fixed, "disk", "host")
 
     def __init__(self, store: Store, admitted: Admission) -> None:
-        self.store, self._admitted = store, admitted
+        self.store, self._admitted, self.limits = store, admitted, admitted.limits
 
     def change(self, policy: Policy, device: torch.device, units: Sequence[UnitPlan], comm: Comm, bus: Bus) -> Tiers:
         admitted = admit(policy, device, units, comm, self.store.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from zhooks.optim.assign_owners import assign
 from zhooks.optim.choose_kernel import choices_of
 from zhooks.optim.closures import Closures, closure_of
+from zhooks.optim.kernel import grad_of
 from zhooks.optim.optimizers import Optimizers, about_state, holders, optimizer_facts, partitions
 from zhooks.optim.overlap import Overlap
 from zhooks.optim.owned_states import OwnedStates, flags_of, nbytes_of, plain_parts, tensors_in, with_owners
@@ -40,6 +41,7 @@ __all__ = [
     "choices_of",
     "closure_of",
     "flags_of",
+    "grad_of",
     "holders",
     "mapped",
     "nbytes_of",

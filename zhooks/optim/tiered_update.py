@@ -173,10 +173,8 @@ class Updater:
                     end = now
                     fetched.close()
         except ZhooksError as error:
-            if done or isinstance(error, ShardedOpError):
-                lost = f"{done} of {counted(len(updates), 'unit')} had been updated in this step"
-                advice = ": load the last checkpoint, or continue under a larger budget (attachment.apply)"
-                error.args = (f"{str(error).rstrip('.')}. {lost}{advice if done and isinstance(error, BudgetError) else ''}.",)
+            if done or isinstance(error, (BudgetError, ShardedOpError)):
+                error.args = (f"{str(error).rstrip('.')}. {_how_far(error, done, len(updates))}.",)
             raise
 
     def make_way(self, flats: Iterable[Flat]) -> None:
@@ -269,6 +267,15 @@ class Updater:
             state._at, state._on = BlockRange(block, *flat.span(index)), flat.kind.device
         if fresh:
             self._store.passed(block.nbytes, _MADE_NBYTES)
+
+
+def _how_far(error: ZhooksError, done: int, count: int) -> str:
+    """What a step that failed leaves behind, and what its error does not say."""
+    said = f"{done} of {counted(count, 'unit')} had been updated in this step"
+    if not isinstance(error, BudgetError):
+        return said
+    instead = ": load the last checkpoint, or continue under a larger budget (attachment.apply)" if done else ""
+    return f"At least that much is lacking: what the rest of the step needs could not be counted ahead. {said}{instead}"
 
 
 def _with_gradients(updates: Sequence[FlatUpdate]) -> list[FlatUpdate]:

@@ -9,6 +9,7 @@ from zhooks.plan.initialisers import initialiser_of, is_meta
 from zhooks.plan.layouts import STAGED_NBYTES, Layouts
 from zhooks.plan.plan import Plan, look
 from zhooks.plan.request import Request, read
+from zhooks.plan.state_budgets import StateBudgets
 from zhooks.plan.state_sizes import state_nbytes
 from zhooks.plan.tiers import Admission, Need, admit, admit_any, check_change
 
@@ -21,6 +22,7 @@ __all__ = [
     "Need",
     "Plan",
     "Request",
+    "StateBudgets",
     "admit",
     "admit_any",
     "check_change",

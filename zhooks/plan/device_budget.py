@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.device import open_device
 from offload.errors import BudgetError
 from offload.policy import Policy
-from offload.text import as_size
+from offload.text import as_enough, as_size
 from offload.tier import Tier
 from zhooks.comm import Comm, least
 from zhooks.layout import Ignored, UnitPlan, inner_units
@@ -227,10 +227,12 @@ def _headroom(
         divided = policy.optimizer.device_share
         tier = "lower [optimizer] device_share, " if divided else 'set [optimizer] tier = "host", '
         what = f"{as_size(floor)}, and for the states of {of}, {as_size(states)}: {as_size(floor + states)} in all"
+    # What an optimizer that nobody has met keeps comes on top.
+    at_least = "" if found and all(foreseen for _, foreseen in found.values()) else "at least "
     raise BudgetError(
         f"[budget] device: expected memory for what is stored there and the units in flight, {what}, found "
-        f"{as_size(limit)}. Raise it, {tier}lower [schedule] prefetch or [units] max_numel, or place more on another "
-        f"tier.{after}"
+        f"{as_size(limit)}. Raise it to {at_least}{as_enough(floor + states)}, {tier}lower [schedule] prefetch or [units] "
+        f"max_numel, or place more on another tier.{after}"
     )
 
 

@@ -1,6 +1,6 @@
-"""What an optimizer keeps, or will keep once it has stepped, of the parameters of units: bytes of this rank.
+"""What an optimizer keeps, or will keep once it has stepped, of the parameters of units: bytes of this rank, by tier.
 
-``device_budget.py`` holds it against a budget, ``planning/`` against machines.  It steps no optimizer of
+``device_budget.py`` and ``state_budgets.py`` hold it against budgets, ``planning/`` against machines.  It steps no optimizer of
 the user's and allocates nothing on the device.
 
 Note: [States ahead]
@@ -15,6 +15,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ from torch.optim import Optimizer
 
 from offload.tier import Tier
 from zhooks.layout import UnitPlan
-from zhooks.optim import OwnedStates, nbytes_of, tensors_in, vectors_in
+from zhooks.optim import OwnedStates, grad_of, nbytes_of, tensors_in, vectors_in
 
-__all__ = ["Whole", "state_nbytes"]
+__all__ = ["Stored", "Whole", "state_nbytes", "stored_states"]
 
 _Place = tuple[int, torch.dtype, int]
 """A parameter as far as states depend on it: its group, the dtype that is updated, its dimensions."""
@@ -70,6 +71,50 @@ def state_nbytes(
                 coming.append(((number, dtype, param.dim()), numel))
     made = _made(optimizer, {place for place, _ in coming})
     return held + sum(made[place] * numel for place, numel in coming if made is not None), made is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Bytes of states that a rank stores on one tier, or will once a step is made.
+
+    Attributes:
+        least: some could not be counted, so that there are, or will be, more.
+    """
+
+    nbytes: int
+    least: bool
+
+
+def stored_states(optimizer: Optimizer, units: Sequence[UnitPlan], tier: Tier, *, wide: bool = False) -> Stored:
+    """States on a tier off the device: those that are there, and those that a step now would place there.
+
+    A parameter without a gradient gets none in that step, and one that is updated whole has whatever its owner keeps of it.
+    """
+    groups = {id(param): number for number, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    flats = [
+        (flat, [param for param in unit.params(flat) if id(param) in groups])
+        for unit in units
+        for flat in unit.flats
+        if flat.kind.trainable and flat.kind.tiers.optimizer is tier
+    ]
+    places = {param: (groups[id(param)], _updated(param, wide=wide), param.dim()) for _, params in flats for param in params}
+    made = _made(optimizer, {place for param, place in places.items() if not optimizer.state.get(param)})
+    nbytes, least = 0, made is None
+    for flat, params in flats:
+        # A state has one block a flat, as long as the flat's range.
+        widest = 0
+        for param in params:
+            states = optimizer.state.get(param)
+            if isinstance(states, OwnedStates):
+                least = True
+            elif states:
+                widest = max(widest, _itemsize(states, param.shape))
+            elif grad_of(param) is None:
+                least = True
+            elif made is not None:
+                widest = max(widest, made[places[param]])
+        nbytes += flat.shard_numel * widest
+    return Stored(nbytes, least)
 
 
 def _updated(param: nn.Parameter, *, wide: bool) -> torch.dtype:

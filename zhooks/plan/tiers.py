@@ -16,7 +16,7 @@ from offload.device import Device, open_device
 from offload.errors import BudgetError, CapabilityError, PolicyError
 from offload.kernels import available as available_kernels
 from offload.policy import Policy
-from offload.text import as_size
+from offload.text import as_enough, as_size
 from offload.tier import Tier
 from zhooks.comm import Comm, least
 from zhooks.layout import UnitPlan
@@ -151,6 +151,7 @@ def _check_limits(limits: Mapping[Tier, int | None], need: Need) -> None:
         if limit is not None and nbytes > limit:
             raise BudgetError(
                 f"[budget] {tier.value}: expected memory for the parameters, masters and gradients to be stored there, "
-                f"{as_size(nbytes)} per rank, found {as_size(limit)}, {as_size(nbytes - limit)} short. Raise it, or change the "
-                "tier of [parameter] or [gradient] (of [optimizer] where [precision] param is 16 bit: its masters)."
+                f"{as_size(nbytes)} per rank, found {as_size(limit)}, {as_size(nbytes - limit)} short. Raise it to at least "
+                f"{as_enough(nbytes)} (states of the optimizer come on top if they are stored there too), or change the tier "
+                "of [parameter] or [gradient] (of [optimizer] where [precision] param is 16 bit: its masters)."
             )

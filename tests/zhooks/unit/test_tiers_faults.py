@@ -116,12 +116,42 @@ def test_a_budget_that_what_is_there_outgrows_is_refused_by_attach(tmp_path: Pat
 
 
 @pytest.mark.parametrize("nbytes", [9000, 12_000, 16_000])
-def test_a_budget_that_states_outgrow_is_refused_in_the_step_and_names_the_state(tmp_path: Path, nbytes: int) -> None:
+def test_a_budget_that_states_outgrow_is_refused_before_the_step_with_the_sum_that_is_needed(
+    tmp_path: Path, nbytes: int
+) -> None:
     model = ZOO["mlp"].build(7)
     attachment = zhooks.attach(model, policy=on_disk(tmp_path, "host", budget={"host": nbytes}))
     optimizer = adamw(model)
     loss_of(model, 0).backward()
-    with pytest.raises(zhooks.BudgetError, match=r"host tier cannot admit optimizer/exp_avg"):
+    before = values(model)
+    with pytest.raises(zhooks.BudgetError, match=r"\[budget\] host: .* for the states of AdamW") as refused:
+        optimizer.step()
+    assert not optimizer.state and same(values(model), before)
+    enough = re.search(r"Raise it to ([\d.]+ KiB), or", str(refused.value))
+    assert enough is not None
+    # Once is enough, and nothing is left over.
+    attachment.apply(on_disk(tmp_path, "host", budget={"host": enough[1]}))
+    optimizer.step()
+    optimizer.zero_grad()
+    step(model, optimizer, 1)
+    most = store_of(attachment).budget.high_water(Tier.HOST)
+    assert most == pytest.approx(float(enough[1].split()[0]) * 1024, abs=16)
+    attachment.detach()
+
+
+def test_states_that_cannot_be_foreseen_are_refused_where_they_are_placed_and_the_error_says_at_least(tmp_path: Path) -> None:
+    class Odd(torch.optim.AdamW):
+        """Built from more than its groups, so that no other can step in its stead."""
+
+        def __init__(self, params: Any, name: str) -> None:
+            super().__init__(params)
+            self.name = name
+
+    model = ZOO["mlp"].build(7)
+    attachment = zhooks.attach(model, policy=on_disk(tmp_path, "host", budget={"host": 12_000}))
+    optimizer = Odd(model.parameters(), "odd")
+    loss_of(model, 0).backward()
+    with pytest.raises(zhooks.BudgetError, match=r"host tier cannot admit optimizer/exp_avg.* At least that much is lacking"):
         optimizer.step()
     optimizer.zero_grad()
     with torch.no_grad():
@@ -129,6 +159,45 @@ def test_a_budget_that_states_outgrow_is_refused_in_the_step_and_names_the_state
     attachment.apply(on_disk(tmp_path, "host", budget={"host": 100_000}))
     step(model, optimizer, 1)
     attachment.detach()
+
+
+@pytest.mark.parametrize("nbytes", [1000, 1024])
+def test_states_of_a_parameter_without_a_gradient_are_not_counted_and_the_sum_is_called_the_least(nbytes: int) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    tight = policy("device", units={"min_numel": 0}) | {"optimizer": {"tier": "host"}, "budget": {"host": nbytes}}
+    attachment = zhooks.attach(model, policy=tight)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model[:2](torch.ones(2, 8)).sum().backward()
+    if nbytes == 1024:
+        optimizer.step()
+    else:
+        least = r"states of AdamW, at least 1 KiB per rank.* Raise it to at least 1 KiB"
+        with pytest.raises(zhooks.BudgetError, match=least):
+            optimizer.step()
+    attachment.detach()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("gradient", ["device", "host"])
+def test_a_run_is_not_refused_under_a_budget_of_what_it_was_seen_to_take(gradient: str, overlap: bool) -> None:
+    def trained(**budget: Any) -> int:
+        """What the host held at most in three steps, of a model that does not use all of its layers in the first."""
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        told = {"tier": "host", "overlap": overlap}
+        placed = policy("device", units={"min_numel": 0}) | {"optimizer": told, "gradient": {"tier": gradient}}
+        attachment = zhooks.attach(model, policy={**placed, **budget})
+        optimizer = torch.optim.AdamW(model.parameters())
+        for number in range(3):
+            (model if number else model[:3])(torch.ones(2, 16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        most = store_of(attachment).budget.high_water(Tier.HOST)
+        attachment.detach()
+        return most
+
+    most = trained()
+    assert trained(budget={"host": most}) == most
 
 
 def test_a_budget_bounds_the_memory_and_the_file_behind_the_tiers_and_memory_says_what_is_unused(tmp_path: Path) -> None:
