@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from hypothesis import strategies as st
 from offload.budget import Bound, Budget, Machine, Shared, cannot_admit, preflight
 from offload.errors import BudgetError
 from offload.policy import Policy
+from offload.text import as_size
 from offload.tier import Tier
 from tests.support.cgroups import cgroup_of
-from tests.support.forked import python
+from tests.support.forked import launch, python
 from tests.support.zprof_traces import HEADER, KIB, MIB, write_trace
 from zprof.analysis.analysis import Analysis
 from zprof.oom.changes import Plight
@@ -158,16 +160,17 @@ def test_what_attach_refuses_is_read_too() -> None:
         return failure_of(caught.value)
 
     device = refused(budget={"device": "1 KiB"})
-    assert (device.tier, device.bound, device.limit, device.key) == ("device", "[budget] device", KIB, "attach")
+    assert (device.tier, device.bound, device.limit) == ("device", "[budget] device", KIB)
+    assert device.key == "what the policy places there" and device.states is None
     assert device.short == device.nbytes - KIB > 0
     model = torch.nn.Linear(64, 64)
     with pytest.raises(BudgetError) as caught:
         zhooks.attach(model, torch.optim.Adam(model.parameters()), policy={"budget": {"device": "40 KiB"}})
     whole = failure_of(caught.value)
-    # Parameters, gradients and as much twice of states.
-    assert whole is not None and whole.nbytes == pytest.approx(65 * KIB, rel=0.01) and whole.limit == 40 * KIB
-    assert whole.nbytes is not None and whole.short == whole.nbytes - 40 * KIB
-    assert whole.states == pytest.approx(32.5 * KIB, rel=0.01)
+    # Parameters, gradients and as much twice of states, which are what does not fit.
+    assert whole is not None and whole.limit == 40 * KIB and whole.key == "optimizer states of Adam"
+    assert whole.nbytes == whole.states == pytest.approx(32.5 * KIB, rel=0.01)
+    assert whole.short == pytest.approx(25 * KIB, rel=0.01)
     host = refused(parameter={"tier": "host"}, budget={"host": "1 KiB"})
     assert (host.tier, host.bound, host.limit) == ("host", "[budget] host", KIB)
     with pytest.raises(BudgetError) as caught:
@@ -414,8 +417,9 @@ PLACED = """
 import sys, torch, zhooks
 torch.set_num_threads(1)
 model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
-gradient, optimizer, budget = sys.argv[1:]
+gradient, optimizer, budget, prefetch = *sys.argv[1:4], *(sys.argv[4:] or ["1"])
 policy = {"gradient": {"tier": gradient}, "optimizer": {"tier": optimizer}, "budget": {"host": budget}, "disk": {"path": "."}}
+policy["schedule"] = {"prefetch": int(prefetch)}
 zhooks.attach(model, policy=policy)
 optimizer = torch.optim.Adam(model.parameters())
 for step in range(2):
@@ -424,35 +428,101 @@ for step in range(2):
 """
 
 
-def test_a_budget_that_is_too_small_is_explained_and_the_remedy_is_one(tmp_path: Path) -> None:
+def explanation(stderr: str) -> list[str]:
+    """The lines by which ``zprof run`` says why memory ran out, and what to do."""
+    lines = [line.removeprefix("zprof: ") for line in stderr.splitlines() if line.startswith("zprof: ")]
+    return lines[: next(at for at, line in enumerate(lines) if line.startswith("trace "))]
+
+
+def test_a_budget_that_is_too_small_is_explained_and_the_remedies_are_some(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLACED)
     failed = python("-m", "zprof", "run", "train.py", "host", "host", "4 MiB", at=tmp_path)
     assert failed.returncode == 1
-    assert "BudgetError: host tier cannot admit optimizer/" in failed.stderr
-    said = failed.stderr[failed.stderr.index("zprof: out of memory") :].splitlines()
-    assert said[0].startswith("zprof: out of memory: [budget] host refused about 257 KiB for optimizer/")
-    assert ", in step: limit 4 MiB" in said[0]
-    fitting = said.index("zprof: would have let it fit:")
-    assert said[fitting + 1].startswith('zprof:   [optimizer] tier = "disk": saves ')
+    assert "BudgetError: [budget] host: expected memory for " in failed.stderr
+    said = explanation(failed.stderr)
+    assert said[0] == (
+        "out of memory: [budget] host refused about 4.02 MiB for optimizer states of Adam, in step: limit 4 MiB, 2.02 MiB short"
+    )
+    fitting = said.index("would have let it fit:")
+    assert said[fitting + 1].startswith('  [optimizer] tier = "disk": saves ')
+    assert not any("[schedule] prefetch" in line for line in said), "not needed"
+    assert said[-2] == "or raise [budget] host to 6.03 MiB"
     trace = Trace.open(tmp_path / "run.0.zprof")
     [note] = trace.notes("oom")
     assert (note.body["kind"], note.body["tier"], note.body["limit"]) == ("budget", "host", 4 * MIB)
-    assert [f"zprof: {line}" for line in explain(Analysis.of(trace))] == said[:-2], "a report says the same"
-    changed = python("train.py", "host", "disk", "4 MiB", at=tmp_path)
-    assert changed.returncode == 0, changed.stderr
+    assert explain(Analysis.of(trace)) == said, "a report says the same"
+    for tier, budget in (("disk", "4 MiB"), ("host", "6.03 MiB")):
+        changed = python("train.py", "host", tier, budget, at=tmp_path)
+        assert changed.returncode == 0, changed.stderr
 
 
-def test_where_one_change_is_not_enough_the_two_that_are_named_are(tmp_path: Path) -> None:
+def test_where_the_disk_alone_is_not_enough_what_is_named_beside_it_is(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLACED)
-    failed = python("-m", "zprof", "run", "train.py", "host", "host", "3 MiB", at=tmp_path)
-    said = failed.stderr.splitlines()
-    fitting = said.index("zprof: would have let it fit:")
-    both = said[fitting + 1].partition(": saves")[0]
-    assert set(both.removeprefix("zprof:   ").split(" and ")) == {'[optimizer] tier = "disk"', '[gradient] tier = "disk"'}
-    assert said[fitting + 2] == "zprof: not enough alone:"
-    assert python("train.py", "host", "disk", "3 MiB", at=tmp_path).returncode == 1
-    changed = python("train.py", "disk", "disk", "3 MiB", at=tmp_path)
-    assert changed.returncode == 0, changed.stderr
+
+    def proposed(budget: str) -> list[str]:
+        """What would have let it fit, and would not have alone."""
+        said = explanation(python("-m", "zprof", "run", "--force", "train.py", "host", "host", budget, at=tmp_path).stderr)
+        fitting, alone = said.index("would have let it fit:"), said.index("not enough alone:")
+        assert said[alone + 1].startswith('  [optimizer] tier = "disk": saves ') or alone > fitting + 1
+        return [line.strip().partition(": saves")[0] for line in said[fitting + 1 : alone]]
+
+    def fits(*words: str) -> bool:
+        return python("train.py", *words, at=tmp_path).returncode == 0
+
+    assert proposed("3 MiB")[0] == '[optimizer] tier = "disk", [schedule] prefetch = 0'
+    assert not fits("host", "disk", "3 MiB") and fits("host", "disk", "3 MiB", "0")
+    both = proposed("2400 KiB")[0]
+    assert set(both.split(" and ")) == {'[optimizer] tier = "disk"', '[gradient] tier = "disk"'}
+    assert not fits("host", "disk", "2400 KiB", "0") and fits("disk", "disk", "2400 KiB")
+    # What was tried instead of it is explained too.
+    tried = explanation(python("-m", "zprof", "run", "--force", "train.py", "host", "disk", "3 MiB", at=tmp_path).stderr)
+    assert ", in step: limit 3 MiB" in tried[0] and " for staging of " in tried[0]
+    assert tried[tried.index("would have let it fit:") + 1].startswith("  [schedule] prefetch = 0: saves ")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_states_that_the_devices_budget_refuses_are_called_so_and_the_tier_that_is_proposed_fits(
+    tmp_path: Path, world: int
+) -> None:
+    (tmp_path / "train.py").write_text(TIGHT)
+    # Beside units in flight on two ranks; states are all of 4 MiB, or half.
+    budget = "4.5 MiB"
+    failed = launch(world, "-m", "zprof", "run", "--level", "alloc", "train.py", budget, at=tmp_path)
+    assert all(rank.returncode == 1 for rank in failed), failed[0].stderr
+    trace = Trace.open(tmp_path / "run.0.zprof")
+    said = explain(Analysis.of(trace))
+    assert said[0].startswith("out of memory: [budget] device refused about ")
+    assert " for optimizer states of AdamW, in step: limit " in said[0]
+    good = [*takewhile(lambda line: line.startswith("  "), said[said.index("would have let it fit:") + 1 :])]
+    states = as_size((4 * MIB + 16 * KIB) // world)
+    assert any(line.startswith(f'  [optimizer] tier = "host": saves {states}; ') for line in good)
+    again = python("-m", "zprof", "oom", "run.0.zprof", at=tmp_path)
+    assert again.stdout.splitlines() == said
+    assert explanation(failed[0].stderr) == said
+    cells = [line.strip(" [").partition("]")[0] for line in good if '] tier = "host": ' in line]
+    for enough, *cell in ((said[-2].removeprefix("or raise [budget] device to "),), *((budget, cell) for cell in cells)):
+        changed = launch(world, "train.py", enough, *cell, at=tmp_path)
+        assert not any(rank.returncode for rank in changed), (cell, changed[0].stderr)
+
+
+TIGHT = """
+import os, sys, torch, zhooks
+import torch.distributed as dist
+torch.set_num_threads(1)
+if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    dist.init_process_group("gloo")
+model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+budget, *cells = sys.argv[1:]
+policy = {**{cell: {"tier": "host"} for cell in cells}, "budget": {"device": budget}, "units": {"min_numel": 0}}
+zhooks.attach(model, policy=policy)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(2):
+    model(torch.ones(4, 256)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if dist.is_initialized():
+    dist.destroy_process_group()
+"""
 
 
 SMALL = """

@@ -104,8 +104,8 @@ def body(made: Path, name: str) -> dict[str, Any]:
 def test_without_a_job_what_is_offered_says_that_it_was_not_tried(made: Path) -> None:
     found = result(made, "untried")
     assert found["code"] == 0 and found["out"].startswith("out of memory: [budget] device refused ")
-    assert 'not tried: [optimizer] tier = "host": ' in found["out"] and ": fits" not in found["out"]
-    assert found["out"].rstrip().splitlines()[-1].startswith("zprof oom RUN --job module:function --hardware FILE tries each")
+    assert '\n  [optimizer] tier = "host": saves ' in found["out"] and ": fits" not in found["out"]
+    assert found["out"].rstrip().splitlines()[-1].startswith("not tried: zprof oom RUN --job module:function --hardware FILE")
 
 
 @pytest.mark.slow

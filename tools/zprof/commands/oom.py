@@ -102,7 +102,7 @@ def oom(
     simulation does not run out of memory as the run did.
 
     \b
-    JSON: version run job hardware world failure{} lines[] device_bytes (the limit)
+    JSON: version run job hardware world failure{} lines[] advice[] device_bytes (the limit)
     as_it_ran{} changes[] planned[], each what price tried fits why
     device_bytes host_bytes step_s policy
     """
@@ -265,8 +265,7 @@ class _Trials:
 def _lines(found: Explained, trials: _Trials | None) -> Iterator[str]:
     yield from found.lines
     if trials is None:
-        yield from (f"not tried: {each}" for each in found.remedies)
-        yield "zprof oom RUN --job module:function --hardware FILE tries each in the simulator, and looks for others"
+        yield from found.advice
         return
     yield f"simulated on {trials.hardware.name} x {found.world}, {_size(trials.limit)} per device (predicted, not measured)"
     yield f"  {trials.as_it_ran}"
@@ -289,6 +288,7 @@ def _as_json(run: str, job: str | None, found: Explained, trials: _Trials | None
         "world": found.world,
         "failure": asdict(found.failure),
         "lines": list(found.lines),
+        "advice": list(found.advice),
         "device_bytes": None if trials is None else trials.limit,
         "as_it_ran": None if trials is None else _plain(trials.as_it_ran),
         "changes": [_plain(each) for each in (untried if trials is None else trials.changes)],

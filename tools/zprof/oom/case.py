@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zprof.oom.changes import Pace, Plight
+from zprof.oom.changes import AHEAD, IN_USE, Pace, Plight
 from zprof.oom.facts import LEAST_KEPT, Failure
 from zprof.oom.whole_step import block_of, bytes_of, whole_step
 from zprof.rows import BEFORE_STACK, QUEUED, TIERS
@@ -144,6 +144,9 @@ def case_of(analysis: Analysis, failure: Failure) -> Case:
     pool = ("device", "host") if shared and process else (failure.tier,)
     held = _charged(course.held(failure.tier), failure)
     policy = _policy(analysis.trace)
+    if policy is None and failure.kind == "budget":
+        # Refused before an attachment stated it: what the error speaks of is on the tier that it names.
+        policy = {}
     units = _units(analysis) or {key: nbytes for (what, _, key), nbytes in held.items() if what == "parameter"}
     # Of a script without zhooks a block is what is numbered, not each of the modules in it.
     known = _units(analysis)
@@ -151,27 +154,74 @@ def case_of(analysis: Analysis, failure: Failure) -> Case:
     room = None
     if failure.short is not None and failure.nbytes is not None:
         room = sum(nbytes for place, nbytes in held.items() if place[1] in pool) + failure.nbytes - failure.short
+    if failure.kind == "budget" and failure.tier == "device":
+        # It counts by the plan, more than was held at any moment.
+        room = failure.limit
     missing = _states_to_come(held, failure, course.phase)
     making = bool(failure.states) or course.phase == "step" or failure.key.startswith("optimizer/")
     step = [_by_unit(_charged(moment, failure), known) for moment in course.step(pool, making)]
-    to_come, then, tier = sum(missing.values()), dict(held), _states_tier(held)
+    to_come, then = sum(missing.values()), dict(held)
+    tier = failure.tier if failure.states else _states_tier(held)
     for unit, nbytes in missing.items():
         then["optimizer", tier, unit] = then.get(("optimizer", tier, unit), 0) + nbytes
     short = failure.short
     if short is not None and to_come:
         # The request that failed was for one of them.
         short += max(0, to_come - (failure.nbytes or 0))
+    if _for_a_buffer(failure, course.phase):
+        then = _with_buffers(then, ahead=_prefetch(policy) > 0)
+        short = max(short or 0, sum(nbytes for place, nbytes in then.items() if place[1] == "host") - (failure.limit or 0))
     step = [_with_states(moment, then) for moment in step] if not _larger(held, failure, step) else []
     reckoned = not step and policy is None and failure.step_gradients is not None
     if reckoned:
         step = whole_step(held, failure.tier, failure.nbytes or 0, failure.step_gradients or 0, failure.step_states or 0)
     blocks = len({block_of(key, set()) for key in bytes_of(held, "parameter") if any(map(str.isdecimal, key.split(".")))})
-    free = {"host": failure.host_free} if not shared and failure.host_free is not None else None
+    free = _free(failure, policy, held, shared=shared)
     # What malloc keeps of a few bytes is nothing to speak of.
     idle = failure.idle if failure.idle is not None and (failure.kind == "cuda" or failure.idle >= LEAST_KEPT) else 0
     limits = (free, idle, shared, tuple(step), room, blocks, _pace(analysis))
-    plight = Plight(then, pool, short, analysis.header.world, policy, units, *limits)
+    plight = Plight(then, pool, short, analysis.header.world, policy, units, *limits, budget=failure.kind == "budget")
     return Case(failure, held, plight, course.phase, to_come, reckoned)
+
+
+def _free(
+    failure: Failure, policy: Mapping[str, Any] | None, held: Mapping[tuple[str, str, str], int], *, shared: bool
+) -> dict[str, int | None]:
+    """What other tiers could still take: by the machine, where it has been asked, and by their own budgets."""
+    free: dict[str, int | None] = {}
+    if not shared and failure.host_free is not None:
+        free["host"] = failure.host_free
+    budgets = (policy or {}).get("budget")
+    for tier in ("host", "disk"):
+        limit = budgets.get(tier) if isinstance(budgets, Mapping) else None
+        if isinstance(limit, int) and failure.kind == "budget":
+            free[tier] = max(0, limit - sum(nbytes for place, nbytes in held.items() if place[1] == tier))
+    return free
+
+
+def _prefetch(policy: Mapping[str, Any] | None) -> int:
+    schedule = (policy or {}).get("schedule")
+    found = schedule.get("prefetch", 1) if isinstance(schedule, Mapping) else 1
+    return found if isinstance(found, int) else 1
+
+
+def _for_a_buffer(failure: Failure, phase: str) -> bool:
+    """A step could not bring to the host what the disk has."""
+    return failure.kind == "budget" and failure.tier == "host" and failure.key.startswith("staging of ") and phase == "step"
+
+
+def _with_buffers(held: Mapping[tuple[str, str, str], int], *, ahead: bool) -> dict[tuple[str, str, str], int]:
+    """The host as a step needs it: buffers for all that the disk has of the unit in use, and of one fetched ahead."""
+    units: dict[str, int] = {}
+    for (_, tier, key), nbytes in held.items():
+        if tier == "disk":
+            units[key] = units.get(key, 0) + nbytes
+    largest = [*sorted(units.values(), reverse=True), 0, 0]
+    found = {place: nbytes for place, nbytes in held.items() if place[:2] != ("communication", "host")}
+    found["communication", "host", IN_USE] = largest[0]
+    if ahead:
+        found["communication", "host", AHEAD] = largest[1]
+    return found
 
 
 def _pace(analysis: Analysis) -> Pace:
@@ -254,7 +304,7 @@ def _states_to_come(held: Mapping[tuple[str, str, str], int], failure: Failure, 
     """Unit -> bytes of states it lacks: those that the error speaks of, or beside the unit that has most a parameter; the step
     would have made them too."""
     if failure.states:
-        sizes = bytes_of(held, "parameter")
+        sizes = bytes_of(held, "parameter") or {"": 1}
         whole = sum(sizes.values())
         return {key: failure.states * nbytes // whole for key, nbytes in sizes.items() if nbytes}
     if phase != "step" and not failure.key.startswith("optimizer/"):

@@ -5,7 +5,9 @@ a change saves, the change is not offered.
 
 Note: [On the way]
     What is stored on another tier is still needed where it is used: a buffer for the unit in use, those fetched ahead and the
-    one on its way back. A change that moves a cell leaves so many of its largest units behind.
+    one on its way back. A change that moves a cell leaves so many of its largest units behind. A [budget] counts less: of the
+    device nothing that is on its way to another tier, and of the host only buffers of what the disk has, those of the unit in
+    use and of one fetched ahead. Before it would be exceeded, those that are being written back are waited for.
 
 Note: [What a change costs]
     Changes are compared by the time they add to a step: bytes over the bandwidth of their way, a forward that is computed
@@ -22,8 +24,10 @@ from typing import Any
 from offload.text import as_size, counted
 from zprof.oom.held import Held, bytes_in, halved, keys, largest_alone, less, moved, partitioned
 
-__all__ = ["ALLOCATOR", "Change", "Pace", "Plight", "changes"]
+__all__ = ["AHEAD", "ALLOCATOR", "IN_USE", "Change", "Pace", "Plight", "changes"]
 
+#: Keys of buffers that a step's units pass through, where a [budget] counts them.
+IN_USE, AHEAD = "(unit in use)", "(unit fetched ahead)"
 #: What a change of the allocator's settings is about.
 ALLOCATOR = "allocator"
 #: Bytes a second at which a usual CPU updates states, and a forward makes activations.
@@ -72,6 +76,7 @@ class Plight:
         room: bytes that the pool can take in all, of those that are recorded; None where nobody knows.
         blocks: that the model has; 0 where nobody knows.
         pace: how fast the run was.
+        budget: what ran out is a [budget]; see Note: [On the way].
     """
 
     held: Held
@@ -87,6 +92,7 @@ class Plight:
     room: int | None = None
     blocks: int = 0
     pace: Pace = Pace()
+    budget: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,7 @@ class Change:
         at_most: the true saving may be smaller, for a reason the price names.
         keys: what to write into the policy, table by table; None of what is no policy's.
         batches: so many micro-batches in the place of one.
+        beyond: a change that this one begins with; where that is enough, this one is not needed.
     """
 
     what: str
@@ -110,6 +117,7 @@ class Change:
     at_most: bool = False
     keys: Mapping[str, Any] | None = None
     batches: int = 1
+    beyond: str = ""
 
 
 #: What makes memory usable that an allocator keeps, and at what price.
@@ -155,6 +163,16 @@ def _schedule(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
             less("parameter", "device", fetched),
             keys={"schedule": {"prefetch": 0}},
         )
+    early = keys(plight.held, "communication", "host").get(AHEAD, 0)
+    if ahead and early and plight.pool == ("host",):
+        yield Change(
+            "[schedule] prefetch = 0",
+            "a step no longer reads a unit from the disk while it updates another; gathers are not hidden behind compute",
+            (False, plight.pace.moving(early, "disk")),
+            _about("prefetch"),
+            less("communication", "host", {AHEAD: early}),
+            keys={"schedule": {"prefetch": 0}},
+        )
 
 
 def _stages(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
@@ -187,14 +205,28 @@ def _tiers(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
         gathered = _gathered(plight, policy) if cell == "parameter" and now == "device" else {}
         flying = _in_flight(plight, policy) if cell == "parameter" and now == "device" and plight.world == 1 else 0
         stored = {key: nbytes - gathered.get(key, 0) for key, nbytes in keys(plight.held, cell, now).items()}
-        at, staged = sum(stored.values()), _staged(stored, policy)
+        at, ahead = sum(stored.values()), _value(policy, "schedule", "prefetch", 1)
         # At stage 0 parameters may be stored elsewhere, at 1 and 2 not.
         about = _about(f"{cell} tier", *(["stage"] if cell == "parameter" and _stage(policy) == 0 else []))
         for to in ("host", "disk"):
             if now in plight.pool and at > 0 and to not in plight.pool and to != now:
                 price = f"{as_size(at)} {often.get(cell, 'read in every forward and backward')}, {_way(now, to)}"
-                after, cost = moved(cell, now, to, gathered, flying + staged), (False, plight.pace.moving(2 * at, to))
-                yield Change(f'[{cell}] tier = "{to}"', price, cost, about, after, keys={cell: {"tier": to}})
+                what, cost = f'[{cell}] tier = "{to}"', plight.pace.moving(2 * at, to)
+                written: dict[str, Any] = {cell: {"tier": to}}
+                staged = _staged(plight, stored, now, to, ahead)
+                after = moved(cell, now, to, gathered, _added(staged, now, flying))
+                yield Change(what, price, (False, cost), about, after, keys=written)
+                fewer = _staged(plight, stored, now, to, 0)
+                if plight.budget and fewer != staged:
+                    yield Change(
+                        f"{what}, [schedule] prefetch = 0",
+                        f"{price}; no unit is read while another is updated, and gathers are not hidden behind compute",
+                        (False, 2 * cost),
+                        about | _about("prefetch"),
+                        moved(cell, now, to, gathered, _added(fewer, now, flying)),
+                        keys={**written, "schedule": {"prefetch": 0}},
+                        beyond=what,
+                    )
     yield from _all_on_the_tier(plight, policy)
     yield from _on_the_host(plight, policy)
 
@@ -203,14 +235,14 @@ def _all_on_the_tier(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Chan
     """The share of the states that stays on the device, beside the tier that has the others."""
     share, tier = (_value(policy, "optimizer", key, default) for key, default in (("device_share", 0), ("tier", "device")))
     stored = keys(plight.held, "optimizer", "device") if share else {}
-    at = sum(stored.values())
+    at, ahead = sum(stored.values()), _value(policy, "schedule", "prefetch", 1)
     if at and "device" in plight.pool and tier not in plight.pool:
         yield Change(
             "[optimizer] device_share = 0",
             f"{as_size(at)} read and written once per step, {_way('device', tier)}",
             (False, plight.pace.moving(2 * at, tier)),
             _about("optimizer tier"),
-            moved("optimizer", "device", tier, flying=_staged(stored, policy)),
+            moved("optimizer", "device", tier, flying=_staged(plight, stored, "device", tier, ahead)),
             keys={"optimizer": {"device_share": 0.0}},
         )
 
@@ -232,9 +264,17 @@ def _on_the_host(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
         )
 
 
-def _staged(stored: Mapping[str, int], policy: Mapping[str, Any]) -> int:
-    """Bytes on the way between tiers: the unit in use, those fetched ahead, and the one before on its way back."""
-    return sum(sorted(stored.values(), reverse=True)[: 2 + _value(policy, "schedule", "prefetch", 1)])
+def _staged(plight: Plight, stored: Mapping[str, int], now: str, to: str, ahead: int) -> dict[str, int]:
+    """Bytes on the way between tiers, by the tier they are on: the unit in use, those fetched ahead, and the one before on its
+    way back; see Note: [On the way]."""
+    sizes = sorted(stored.values(), reverse=True)
+    if not plight.budget:
+        return {now: sum(sizes[: 2 + ahead])}
+    return {"host": sum(sizes[: 1 + min(ahead, 1)])} if to == "disk" else {}
+
+
+def _added(staged: Mapping[str, int], tier: str, nbytes: int) -> dict[str, int]:
+    return {**staged, tier: staged.get(tier, 0) + nbytes}
 
 
 def _activations(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
@@ -318,7 +358,8 @@ def _without_zhooks(plight: Plight) -> Iterator[Change]:
         if at and "device" in plight.pool and to not in plight.pool:
             what = f'zhooks.attach(model, policy={{"optimizer": {{"tier": "{to}"}}}})'
             price = f"{as_size(at)} read and written once per step, {_way('device', to)}"
-            cost, after = (False, plight.pace.moving(2 * at, to)), moved("optimizer", "device", to, flying=_staged(states, {}))
+            cost, staged = (False, plight.pace.moving(2 * at, to)), _staged(plight, states, "device", to, 1)
+            after = moved("optimizer", "device", to, flying=staged)
             written = {"stage": 3, "optimizer": {"tier": to}}
             yield Change(what, price, cost, _about("optimizer tier"), after, keys=written)
     if not plight.shared:

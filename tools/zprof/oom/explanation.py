@@ -6,11 +6,12 @@ recorded are not made up, and the lines say when a figure is the error's own, ro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from offload.text import as_size
+from offload.text import as_enough, as_size
 from zprof.analysis.coverage import Unseen
 from zprof.analysis.prefetch import setting
 from zprof.analysis.remainder import peak_sample
@@ -47,13 +48,8 @@ def explain(analysis: Analysis, failure: Failure | None = None) -> list[str]:
     Args:
         failure: what is known of it from elsewhere; the recorded one where it is None.
     """
-    failure = failure or recorded(analysis.trace)
-    if failure is None:
-        return []
-    if failure.kind == "shm":
-        return _shm_lines(analysis, failure)
-    case = case_of(analysis, failure)
-    return _facts(analysis, case) + _fewer_workers(analysis, failure) + _proposals(case)
+    found = explained(analysis, failure)
+    return [] if found is None else [*found.lines, *found.advice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +58,7 @@ class Explained:
 
     Attributes:
         lines: that say so, without what would have let it fit.
+        advice: lines that say what would.
         remedies: what would, by recorded bytes.
         policy: that it ran under; None without zhooks, and where it failed before it had one.
         world: ranks.
@@ -69,21 +66,26 @@ class Explained:
 
     failure: Failure
     lines: tuple[str, ...]
+    advice: tuple[str, ...]
     remedies: tuple[Remedy, ...]
     policy: Mapping[str, Any] | None
     world: int
 
 
-def explained(analysis: Analysis) -> Explained | None:
+def explained(analysis: Analysis, failure: Failure | None = None) -> Explained | None:
     """The same as values; None where it did not, or nobody recorded it."""
-    failure = recorded(analysis.trace)
+    failure = failure or recorded(analysis.trace)
     if failure is None:
         return None
+    world = analysis.header.world
     if failure.kind == "shm":
-        return Explained(failure, tuple(_shm_lines(analysis, failure)), (), None, analysis.header.world)
+        return Explained(failure, tuple(_shm_lines(analysis, failure)), (), (), None, world)
     case = case_of(analysis, failure)
-    found = tuple(remedies(case.plight)[:_MOST_REMEDIES])
-    return Explained(failure, tuple(_facts(analysis, case)), found, case.plight.policy, analysis.header.world)
+    found = remedies(case.plight)
+    advice = (*_fewer_workers(analysis, failure), *_proposals(case, found))
+    return Explained(
+        failure, tuple(_facts(analysis, case)), advice, tuple(found[:_MOST_REMEDIES]), case.plight.policy, world
+    )
 
 
 def _facts(analysis: Analysis, case: Case) -> list[str]:
@@ -209,8 +211,8 @@ def _shm_lines(analysis: Analysis, failure: Failure) -> list[str]:
     return [*lines, *under_it(analysis, failure), *_MORE_SHM]
 
 
-def _proposals(case: Case) -> list[str]:
-    found, failure = remedies(case.plight), case.failure
+def _proposals(case: Case, found: list[Remedy]) -> list[str]:
+    failure = case.failure
     if not found:
         said = "" if failure.kind == "kill" else f"; the error says: {_plain(failure.message)}"
         return [f"no change of the policy follows from what was recorded{said}"]
@@ -222,12 +224,26 @@ def _proposals(case: Case) -> list[str]:
     if not any(remedy.verdict.good for remedy in found):
         lines.append("no change that was tried on these bytes, alone or combined, would have let it fit")
     if case.to_come:
-        lines.append(f"{as_size(case.to_come)} of states still to be made are counted, estimated from units that have theirs")
+        by = "as the error has them" if failure.states else "estimated from units that have theirs"
+        lines.append(f"{as_size(case.to_come)} of states still to be made are counted, {by}")
     for before, remedy in zip([None, *found], found[:_MOST_REMEDIES], strict=False):
         if before is None or before.verdict is not remedy.verdict:
             lines.append(remedy.verdict.value)
         lines.append(f"  {remedy}")
-    return [*lines, _NOT_TRIED]
+    return [*lines, *_or_more(case), _NOT_TRIED]
+
+
+def _or_more(case: Case) -> list[str]:
+    """The budget that would have held it: as the error says, or at least what is known to be lacking."""
+    failure = case.failure
+    if failure.kind != "budget" or not failure.bound.startswith("[budget]"):
+        return []
+    said = re.search(r"Raise it to ((?:at least )?\d[\d.]* (?:[KMGT]iB|B))", failure.message)
+    if said:
+        return [f"or raise {failure.bound} to {said[1]}"]
+    if failure.limit is None or case.plight.short is None:
+        return []
+    return [f"or raise {failure.bound} to at least {as_enough(failure.limit + case.plight.short)}"]
 
 
 def _plain(text: str) -> str:

@@ -38,6 +38,8 @@ _MOST_TEXT = 2000
 _MOST_CHAIN = 16
 #: Of torch, and of shm_open(3) and ftruncate(2) through it.
 _SHM_FULL = re.compile(r"unable to allocate shared memory ?\(shm\)[^\n]{0,200}No space left on device[^\n]{0,20}")
+#: What a budget is for where an error names no part of it.
+_STORED = "what the policy places there"
 _SIZE = r"(\d[\d.]* (?:[KMGT]iB|B|bytes))"
 
 
@@ -55,7 +57,7 @@ class Failure:
         given_back: of what counts against that limit, bytes freed while the error was on its way here.
         resident: the most of the process that was ever in memory, where address space is limited.
         idle: freed, and kept by the allocator: torch's on CUDA, else malloc. host_free: what the host could still take then.
-        states: of that, states of optimizers that were still to be made.
+        states: states of optimizers that were still to be made, which a budget's error speaks of.
         step_gradients, step_states: what the step, of a script without zhooks, had still to make when it failed.
         exact: the figures are to the byte; else they are as the error rounds them.
         message: the error's own words.
@@ -237,17 +239,26 @@ def _budget(text: str) -> Failure:
         return Failure("budget", "host", text, nbytes=_parsed(unmapped[2]), key=unmapped[1], exact=False)
     planned = re.search(r"\[budget\] (device|host|disk): expected (?:room|memory) for (.+?), (?:in all )?found ", text)
     if planned:
-        total = re.search(rf"{_SIZE} in all, found {_SIZE}", text)
-        found = list(total.groups()) if total else re.findall(_SIZE, text)
-        tier, sizes = planned[1], [_parsed(size) for size in found]
-        states = _bytes_in(rf"and for the states of [^:]*?, {_SIZE}: ", text)
-        short = sizes[0] - sizes[1] if len(sizes) > 1 and sizes[0] and sizes[1] else None
-        asked, limit_nbytes = (sizes[0], sizes[1]) if len(sizes) > 1 else (None, None)
-        bound = f"[budget] {tier}"
-        return Failure("budget", tier, text, asked, "attach", limit_nbytes, None, short, bound, states=states, exact=False)
+        return _planned(planned[1], text)
     tier = next((tier for tier in ("device", "disk") if f"expected {tier}" in text), "host")
     asked = _bytes_in(rf"preflight: expected .*? for {_SIZE}", text)
-    return Failure("budget", tier, text, asked, "attach", short=_bytes_in(rf"{_SIZE} short", text), exact=False)
+    return Failure("budget", tier, text, asked, _STORED, short=_bytes_in(rf"{_SIZE} short", text), exact=False)
+
+
+def _planned(tier: str, text: str) -> Failure:
+    """What is to be stored on a tier, in one sum: refused by ``zhooks.plan`` before any of it was placed there."""
+    total = re.search(rf"{_SIZE} in all(?: per rank)?, found {_SIZE}", text)
+    sizes = [_parsed(size) for size in (total.groups() if total else re.findall(_SIZE, text))]
+    asked, limit = (sizes[0], sizes[1]) if len(sizes) > 1 else (None, None)
+    short = asked - limit if asked and limit else None
+    of = re.search(rf"for the states of ([^:]*?), (?:at least )?{_SIZE}(?:: | per rank)", text)
+    states, key = _parsed(of[2]) if of else None, _STORED
+    if of is not None and states is not None and short is not None and states >= short:
+        # Without them it would have fitted.
+        asked, key = states, f"optimizer states of {of[1]}"
+    return Failure(
+        "budget", tier, text, asked, key, limit, short=short, bound=f"[budget] {tier}", states=states, exact=False
+    )
 
 
 def _array_nbytes(error: MemoryError) -> int | None:

@@ -24,9 +24,14 @@ def keys(held: Held, category: str, tier: str) -> dict[str, int]:
 
 
 def moved(
-    category: str, now: str, to: str, stays: Mapping[str, int] | None = None, flying: int = 0
+    category: str,
+    now: str,
+    to: str,
+    stays: Mapping[str, int] | None = None,
+    flying: Mapping[str, int] | None = None,
 ) -> Callable[[Held], Held]:
-    """What is held for ``category`` goes to another tier, but for some bytes of some keys; ``flying`` bytes on the way stay."""
+    """What is held for ``category`` goes to another tier, but for some bytes of some keys; ``flying``: bytes on the way, by
+    the tier that has them."""
 
     def after(held: Held) -> Held:
         left: dict[tuple[str, str, str], int] = {}
@@ -35,7 +40,9 @@ def moved(
             for place, part in (((what, tier, key), keeps), ((what, to, key), nbytes - keeps)):
                 if part:
                     left[place] = left.get(place, 0) + part
-        return _with_flying(left, flying, now, category)
+        for at, nbytes in (flying or {}).items():
+            left = _with_flying(left, nbytes, at, category)
+        return left
 
     return after
 
@@ -82,5 +89,7 @@ def halved(categories: tuple[str, ...]) -> Callable[[Held], Held]:
     return after
 
 
-def _with_flying(held: dict[tuple[str, str, str], int], flying: int, tier: str = "device", of: str = "parameter") -> Held:
+def _with_flying(
+    held: dict[tuple[str, str, str], int], flying: int, tier: str = "device", of: str = "parameter"
+) -> dict[tuple[str, str, str], int]:
     return {**held, ("communication", tier, f"{of} on the way"): flying} if flying else held
