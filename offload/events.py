@@ -10,20 +10,23 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MethodType
 from typing import Final, Literal, Protocol
 
 __all__ = [
-    "CAPTURED", "HERE", "Bus", "During", "Event", "Here", "Kind", "KnownTime", "Observer", "Recorder", "Streams", "TimeMark",
-    "leave", "listen", "now_ns", "state_all",
+    "CAPTURED", "FAILED", "HERE", "VERB", "Bus", "During", "Event", "Here", "Kind", "KnownTime", "Observer", "Recorder",
+    "Streams", "TimeMark", "leave", "listen", "now_ns", "state_all",
 ]  # fmt: skip
 
 Kind = Literal["begin", "end", "instant", "counter", "hold"]
 #: Why a mark is lost that was to be made while its stream is captured into a graph, and does nothing.
 CAPTURED = "captured"
+#: The span of a call of the user's that is about the whole model, by the call's name, and the instant at which one raises.
+VERB, FAILED = "attachment", "attachment failed"
 #: The clock of events unless a bus is given another: monotonic, comparable between processes of one host.
 now_ns = time.perf_counter_ns
 
@@ -208,6 +211,18 @@ class Bus:
         """
         if self.active:
             self._emit("end", what, key, nbytes, at=at)
+
+    @contextmanager
+    def verb(self, name: str) -> Iterator[None]:
+        """A span `VERB` around a call of the user's, such as "detach"; an instant `FAILED` says so where it raises."""
+        self.begin(VERB, name)
+        try:
+            yield
+        except BaseException:
+            self.instant(FAILED, name)
+            raise
+        finally:
+            self.end(VERB, name)
 
     def instant(self, what: str, key: str, nbytes: int = 0, *, at: TimeMark | Here | None = None) -> None:
         """Mark a point in time; ``at`` as of `begin`."""

@@ -29,6 +29,7 @@ from zhooks.attachment import (
     Recovering,
     Replicated,
     Resumable,
+    spanned,
 )
 from zhooks.build import build_units, open_tiers, restore_units
 from zhooks.checkpoint import StockState, remove_dead_jobs
@@ -99,9 +100,10 @@ def attach_requested(request: Callable[[], Request]) -> Attachment:
     refuse_unconnected()
     meeting = meet()
     # What is trained later must not be made of inference tensors; the first of the two would turn gradients on.
-    with torch.inference_mode(False), torch.no_grad(), ExitStack() as undo:
+    with torch.inference_mode(False), torch.no_grad(), ExitStack() as span, ExitStack() as undo:
         with refused_by_all(meeting):
             asked = request()
+        span.enter_context(bus_of(asked.device).verb("attach"))
         resilience = asked.policy.resilience
         remove_dead_jobs(Path(resilience.memory).expanduser(), resilience.job)
         comm = open_comm(asked.mesh, asked.policy, asked.device, asked.facts, meeting, asked.everywhere)
@@ -241,6 +243,7 @@ class Attachment(
         state_held(self._live("observe", (), None), self.policy, self._tiers.store, self._optimizers.here())
         self._pool.state_held()
 
+    @spanned("detach")
     def detach(self) -> nn.Module:
         """Restore the plain model, with full parameters, gradients and optimizer states and without hooks.  Collective.
 

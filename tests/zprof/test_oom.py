@@ -525,6 +525,80 @@ if dist.is_initialized():
 """
 
 
+
+CALLS = """
+import resource, sys, torch, zhooks
+torch.set_num_threads(1)
+width = 1536 if sys.argv[1] == "detach" else 512
+model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4)))
+optimizer = torch.optim.AdamW(model.parameters())
+disk = {"units": {"min_numel": 0}, "disk": {"path": "."}, "optimizer": {"tier": "disk"}}
+if sys.argv[1] == "attach":
+    zhooks.attach(model, optimizer, policy={"budget": {"device": "12 MiB"}})
+attachment = zhooks.attach(model, policy=disk)
+model(torch.ones(4, width)).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+attachment.save("checkpoint", optimizer)
+attachment.load("checkpoint", optimizer)
+if sys.argv[1] == "apply":
+    attachment.apply({**disk, "budget": {"device": "1 MiB"}})
+if sys.argv[1] == "none":
+    attachment.apply({**disk, "optimizer": {"tier": "host"}})
+if sys.argv[1] == "detach":
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 10), resource.RLIM_INFINITY))
+attachment.detach()
+"""
+
+
+def of_call(call: str, at: Path) -> tuple[list[str], Analysis]:
+    """What is said of a run that ends in this call of the attachment, and the run."""
+    (at / "train.py").write_text(CALLS)
+    # What is freed goes back at once, so that a limit refuses the next request.
+    ended = fresh("-m", "zprof", "run", "--level", "alloc", "train.py", call, at=at, more={"MALLOC_MMAP_THRESHOLD_": "65536"})
+    assert (ended.returncode == 0) == (call == "none"), ended.stderr
+    analysis = Analysis.of(Trace.open(at / "run.0.zprof"))
+    return explain(analysis), analysis
+
+
+def test_memory_that_a_call_of_the_attachment_takes_is_under_its_name(tmp_path: Path) -> None:
+    said, analysis = of_call("none", tmp_path)
+    assert said == []
+    calls = analysis.table.of("attachment")
+    assert [calls.strings[key] for key in calls.key.tolist()] == ["attach", "save", "load", "apply", "detach"]
+    keys = {series.key for series in analysis.ledger.series}
+    assert keys >= {"(save)", "(load)", "(apply)", "(detach)"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits address space")
+def test_a_request_that_fails_in_detach_is_said_to_be_for_it_and_no_smaller_batch_is_advised(tmp_path: Path) -> None:
+    said, _ = of_call("detach", tmp_path)
+    assert said[0].startswith("out of memory: RLIMIT_AS refused ") and ", in detach: " in said[0]
+    assert any(line.startswith("most of it: ") and " of (detach) " in line for line in said)
+    assert not any("half the batch" in line for line in said)
+
+
+def test_states_that_attach_refuses_have_the_tier_proposed_that_holds_them(tmp_path: Path) -> None:
+    said, _ = of_call("attach", tmp_path)
+    assert said[0].startswith("out of memory: [budget] device refused about 8.02 MiB for optimizer states of AdamW, in attach")
+    assert any(line.startswith('  [optimizer] tier = "host": saves 8.02 MiB; ') for line in said)
+    assert said[-2] == "or raise [budget] device to 16.04 MiB"
+    import torch
+
+    import zhooks
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+    policy = {"budget": {"device": "12 MiB"}, "optimizer": {"tier": "host"}}
+    zhooks.attach(model, torch.optim.AdamW(model.parameters()), policy=policy).detach()
+
+
+def test_of_a_policy_that_apply_refuses_nothing_is_proposed_from_what_is_held_under_another(tmp_path: Path) -> None:
+    said, _ = of_call("apply", tmp_path)
+    assert ", in apply: limit 1 MiB" in said[0]
+    assert said[-1].startswith("no change of the policy follows from what was recorded; the error says: [budget] device: ")
+
+
 SMALL = """
 import resource, sys, torch
 torch.set_num_threads(1)

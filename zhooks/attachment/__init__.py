@@ -9,6 +9,7 @@ from zhooks.attachment.peers import Resumable
 from zhooks.attachment.preemption import Preemptible
 from zhooks.attachment.recovery import Recovering, Recovery
 from zhooks.attachment.replicas import Replicated
+from zhooks.attachment.spans import spanned
 
 __all__ = [
     "Changeable",
@@ -19,4 +20,5 @@ __all__ = [
     "Recovery",
     "Replicated",
     "Resumable",
+    "spanned",
 ]

@@ -20,6 +20,7 @@ from offload.errors import AttachError, CapabilityError, DivergenceError, Policy
 from offload.events import Bus
 from offload.policy import Policy
 from zhooks.activation import check_axis
+from zhooks.attachment.spans import spanned
 from zhooks.build import BuildContext, Tiers, relayout_units
 from zhooks.checkpoint import check_owned, own_anew
 from zhooks.comm import Comm, all_or_none, another_mesh, close_unused, disagreement, policy_facts, rearranged
@@ -153,6 +154,7 @@ class Changeable:
         if self._replanning is not None:
             self._replanning.close()
 
+    @spanned("apply")
     def _change(self, policy: Policy | str | Path | dict[str, Any] | None, mesh: DeviceMesh | None = None) -> None:
         """As ``apply``."""
         with nullcontext() if mesh is None else all_or_none(self._comm.pp, "apply"):

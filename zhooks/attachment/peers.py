@@ -18,6 +18,7 @@ import torch
 from offload.errors import CapabilityError, CheckpointError
 from offload.text import shown
 from zhooks import checkpoint
+from zhooks.attachment.spans import spanned
 from zhooks.attachment.state import Stateful
 from zhooks.comm import AllRanks
 
@@ -27,6 +28,7 @@ class Resumable(Stateful):
 
     _peers: checkpoint.PeerMemory | None = None
 
+    @spanned("save_to_peers")
     def save_to_peers(
         self,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
@@ -57,6 +59,7 @@ class Resumable(Stateful):
         self._run = self._run or ranks.share(secrets.token_hex(8))
         self._newest_ns = checkpoint.save_to_peers(peers, live, extra or {}, self._run, self._newest_ns)
 
+    @spanned("resume")
     def resume(
         self,
         folders: str | Path | Sequence[str | Path] = (),

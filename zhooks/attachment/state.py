@@ -22,6 +22,7 @@ from offload.events import Bus
 from offload.policy import Policy
 from offload.text import shown, shown_path
 from zhooks import checkpoint
+from zhooks.attachment.spans import spanned
 from zhooks.build import Tiers
 from zhooks.comm import AllRanks, Comm
 from zhooks.layout import Ignored
@@ -98,6 +99,7 @@ class Stateful:
         ) as full:
             yield full
 
+    @spanned("state_dict")
     def state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
         """Return the full state on rank 0's CPU, and {} on the other ranks.  Collective.
 
@@ -120,6 +122,7 @@ class Stateful:
         state = checkpoint.full_state(self.model, self._units, self._comm, chosen, self._ignored)
         return {**state, **self._runtime.scaling.saved()} if state else state
 
+    @spanned("load_state_dict")
     def load_state_dict(self, state: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Load what ``state_dict`` returned, on any number of ranks.  Collective.
 
@@ -162,6 +165,7 @@ class Stateful:
         """Names of frozen parameters of tensor subclasses (a quantized base): whole on every rank, saved as checksums."""
         return tuple(self._ignored.frozen)
 
+    @spanned("save_full")
     def save_full(self, path: str | Path) -> None:
         """Write full parameters and buffers to one safetensors file, from rank 0.  Collective.
 
@@ -176,6 +180,7 @@ class Stateful:
         self._runtime.finish_backward()
         checkpoint.save_full(self.model, self._units, self._comm, path, self._ignored)
 
+    @spanned("save_pretrained")
     def save_pretrained(
         self,
         folder: str | Path,
@@ -205,6 +210,7 @@ class Stateful:
             self.model, self._units, self._comm, self._bus, self._ignored, asked, lambda some: self.gathered(*some)
         )
 
+    @spanned("save")
     def save(
         self,
         folder: str | Path,
@@ -298,6 +304,7 @@ class Stateful:
         memory = checkpoint.SnapshotMemory.of(self.policy, store, self._bus, self._comm.alike)
         return checkpoint.Snapshot(tensors, store, memory)
 
+    @spanned("load")
     def load(
         self,
         folder: str | Path | Sequence[str | Path],

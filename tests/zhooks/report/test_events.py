@@ -77,6 +77,23 @@ def test_observers_hear_every_kind_with_its_bytes_and_time() -> None:
     ]
 
 
+def test_a_call_about_a_model_is_a_span_and_says_where_it_raised() -> None:
+    bus, recorder = Bus(Ticks()), Recorder()
+    bus.attach(recorder)
+    with bus.verb("save"):
+        pass
+    with pytest.raises(KeyError), bus.verb("detach"):
+        raise KeyError
+    said = [(event.kind, event.what, event.key) for event in recorder.events]
+    assert said == [
+        ("begin", "attachment", "save"),
+        ("end", "attachment", "save"),
+        ("begin", "attachment", "detach"),
+        ("instant", "attachment failed", "detach"),
+        ("end", "attachment", "detach"),
+    ]
+
+
 def test_time_never_runs_backward() -> None:
     bus, recorder = Bus(), Recorder()
     bus.attach(recorder)

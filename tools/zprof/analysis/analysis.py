@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from offload.events import FAILED, VERB
 from zprof.analysis import bandwidth, children, compute, growth, loading, operators, prefetch, stalls, steps
 from zprof.analysis.coverage import Coverage, coverage
 from zprof.analysis.ledger import Ledger
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["Analysis"]
 
 #: The spans and points that are taken from here, and kept of every trace.
-_SPANS = frozenset({*COLLECTIVES, *steps.WHATS, *stalls.WHATS, *bandwidth.WHATS, *prefetch.WHATS})
-_POINTS = (*prefetch.POINTS, "oom", "unit")
+_SPANS = frozenset({*COLLECTIVES, *steps.WHATS, *stalls.WHATS, *bandwidth.WHATS, *prefetch.WHATS, VERB})
+_POINTS = (*prefetch.POINTS, "oom", "unit", FAILED)
 
 
 class Analysis:

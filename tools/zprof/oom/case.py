@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from offload.events import FAILED, VERB
 from zprof.oom.changes import AHEAD, IN_USE, Pace, Plight
 from zprof.oom.facts import LEAST_KEPT, Failure
 from zprof.oom.whole_step import block_of, bytes_of, whole_step
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Case", "case_of", "computes_on_gpu", "recorded"]
 
-#: The spans a step consists of; within the last that began, the highest moment is the one that failed.
+#: The spans a step consists of; within the last that began, or a call that raised, the highest moment is the one that failed.
 _PHASES = ("forward", "backward", "step")
 #: A unit counts for what states cost a parameter if it is not among the smallest.
 _NOT_SMALL = 8
@@ -40,7 +41,8 @@ class Case:
     """A failure beside what a trace says of it.
 
     Attributes:
-        held: (category, tier, key) -> bytes at that moment. phase: "forward", "backward" or "step"; "" outside.
+        held: (category, tier, key) -> bytes at that moment. phase: "forward", "backward" or "step", or a call of the
+            attachment, such as "detach"; "" outside.
         to_come: bytes of states still to be made, which are counted in the plight.
         reckoned: no whole step was seen; the plight's is made up from what there was and from what was still to come.
     """
@@ -76,7 +78,7 @@ class _Course:
     """When a run failed, and in which phase of a step.
 
     Attributes:
-        phase: "forward", "backward" or "step"; "" outside.
+        phase: "forward", "backward" or "step", or a call of the attachment; "" outside.
     """
 
     def __init__(self, analysis: Analysis) -> None:
@@ -129,12 +131,26 @@ def _last_phase(analysis: Analysis) -> tuple[str, int, int | None]:
     closed = analysis.table.by_host(*_PHASES)
     left = analysis.table.open.by_host(*_PHASES) if analysis.table.open is not None else closed.where(np.zeros(0, np.intp))
     begun = [(table.begin_ns[-1], table) for table in (closed, left) if len(table)]
+    call = _failed_call(analysis)
     if not begun:
-        return "", analysis.header.mono_ns, None
+        return call or ("", analysis.header.mono_ns, None)
     began_ns, table = max(begun, key=lambda pair: pair[0])
+    if call is not None and call[1] >= began_ns:
+        return call
     word = table.strings[table.what[-1]]
     ended_ns = None if table is left else int(closed.of(word).end_ns.max())
     return word.removeprefix(QUEUED), int(began_ns), ended_ns
+
+
+def _failed_call(analysis: Analysis) -> tuple[str, int, int | None] | None:
+    """The last call of an attachment that raised: its name, when it began, and when it raised."""
+    raised = analysis.instants.of(FAILED)
+    if not len(raised.time_ns):
+        return None
+    key, time_ns = int(raised.key[-1]), int(raised.time_ns[-1])
+    calls = analysis.table.of(VERB)
+    begun = calls.begin_ns[(calls.key == key) & (calls.begin_ns <= time_ns)]
+    return (analysis.trace.strings[key], int(begun[-1]), time_ns) if len(begun) else None
 
 
 def case_of(analysis: Analysis, failure: Failure) -> Case:
@@ -144,9 +160,8 @@ def case_of(analysis: Analysis, failure: Failure) -> Case:
     pool = ("device", "host") if shared and process else (failure.tier,)
     held = _charged(course.held(failure.tier), failure)
     policy = _policy(analysis.trace)
-    if policy is None and failure.kind == "budget":
-        # Refused before an attachment stated it: what the error speaks of is on the tier that it names.
-        policy = {}
+    unstated = policy is None and failure.kind == "budget"
+    policy = {} if unstated else policy
     units = _units(analysis) or {key: nbytes for (what, _, key), nbytes in held.items() if what == "parameter"}
     # Of a script without zhooks a block is what is numbered, not each of the modules in it.
     known = _units(analysis)
@@ -160,7 +175,8 @@ def case_of(analysis: Analysis, failure: Failure) -> Case:
     missing = _states_to_come(held, failure, course.phase)
     making = bool(failure.states) or course.phase == "step" or failure.key.startswith("optimizer/")
     step = [_by_unit(_charged(moment, failure), known) for moment in course.step(pool, making)]
-    to_come, then = sum(missing.values()), dict(held)
+    # Refused before there was an attachment to state a policy: what the model held then is not what it would have held.
+    to_come, then = sum(missing.values()), {} if unstated else _without_batches(held, course.phase)
     tier = failure.tier if failure.states else _states_tier(held)
     for unit, nbytes in missing.items():
         then["optimizer", tier, unit] = then.get(("optimizer", tier, unit), 0) + nbytes
@@ -182,6 +198,15 @@ def case_of(analysis: Analysis, failure: Failure) -> Case:
     limits = (free, idle, shared, tuple(step), room, blocks, _pace(analysis))
     plight = Plight(then, pool, short, analysis.header.world, policy, units, *limits, budget=failure.kind == "budget")
     return Case(failure, held, plight, course.phase, to_come, reckoned)
+
+
+def _without_batches(held: Mapping[tuple[str, str, str], int], phase: str) -> dict[tuple[str, str, str], int]:
+    """What a call of the attachment made does not grow with the batch."""
+    found: dict[tuple[str, str, str], int] = {}
+    for (what, tier, key), nbytes in held.items():
+        place = ("other" if what == "temporary" and key == f"({phase})" else what, tier, key)
+        found[place] = found.get(place, 0) + nbytes
+    return found
 
 
 def _free(

@@ -81,7 +81,8 @@ def explained(analysis: Analysis, failure: Failure | None = None) -> Explained |
     if failure.kind == "shm":
         return Explained(failure, tuple(_shm_lines(analysis, failure)), (), (), None, world)
     case = case_of(analysis, failure)
-    found = remedies(case.plight)
+    # What was held is under the policy that stays: of the one that was refused nothing is known.
+    found = [] if failure.kind == "budget" and case.phase == "apply" else remedies(case.plight)
     advice = (*_fewer_workers(analysis, failure), *_proposals(case, found))
     return Explained(
         failure, tuple(_facts(analysis, case)), advice, tuple(found[:_MOST_REMEDIES]), case.plight.policy, world

@@ -1,4 +1,5 @@
-"""Owns the question where the program is: in which module's forward, in whose backward, or in an optimizer's step.
+"""Owns the question where the program is: in which module's forward, in whose backward, in an optimizer's step, or in a call
+about a whole model.
 
 ``tracker`` asks when a storage is made. It installs torch's global module hooks and removes them; it never touches a
 module, a tensor or a graph.
@@ -61,6 +62,8 @@ class _Frame:
 class _Stacks(threading.local):
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
+        #: Calls about a whole model, such as "detach", and how many frames were open when each began.
+        self.calls: list[tuple[str, int]] = []
         #: Of a thread that began during the recording: its autograd numbers nodes for itself.
         self.numbered_apart = False
 
@@ -115,7 +118,9 @@ class Places:
     def now(self) -> Place:
         """What the program does on this thread, and the module's path or one of the keys above."""
         task = _task()
-        frames = self._stacks.frames
+        frames, calls = self._stacks.frames, self._stacks.calls
+        if calls and calls[-1][1] == len(frames) and task < 0:
+            return Doing.NOTHING, f"({calls[-1][0]})"
         if frames:
             top = frames[-1]
             # A forward inside a backward recomputes; a backward inside a forward, or a step, has a number of its own.
@@ -142,6 +147,16 @@ class Places:
     def begin_thread(self) -> None:
         """This thread has begun just now."""
         self._stacks.numbered_apart = True
+
+    def begin_call(self, name: str) -> None:
+        """A call about a whole model begins on this thread, such as "detach"."""
+        self._stacks.calls.append((name, len(self._stacks.frames)))
+
+    def end_call(self, name: str) -> None:
+        """It ends."""
+        calls = self._stacks.calls
+        while any(begun == name for begun, _ in calls) and calls.pop()[0] != name:
+            pass
 
     def begin_step(self, optimizer: object) -> None:
         """A step of ``optimizer`` begins on this thread."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from offload.events import Event, Kind, TimeMark, leave
+from offload.events import FAILED, VERB, Event, Kind, TimeMark, leave
 from offload.events import listen as listen_everywhere
 from zprof.clock import now_ns, wall_ns
 from zprof.recording import queue
@@ -157,9 +157,11 @@ class Recorder:
         if not self.open:
             self._start_late(event)
             return
-        if self._choice.open:
-            self._leave_storages()
         kind = event.kind
+        if event.what == VERB and self.tracker is not None:
+            self.tracker.heard(kind, event.key)
+        if self._choice.open and event.what not in (VERB, FAILED):
+            self._leave_storages()
         if kind == "hold":
             self.storages.hold(event.what, event.key, event.subject)
         elif kind == "counter":

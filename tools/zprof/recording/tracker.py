@@ -163,6 +163,15 @@ class Tracker:
         """Where the program is, and the names of its modules."""
         return self._places
 
+    def heard(self, kind: str, name: str) -> None:
+        """A call about a whole model, such as "detach", begins or ends on this thread."""
+        if self.deaf or self._paused:
+            return
+        if kind == "begin":
+            self._places.begin_call(name)
+        elif kind == "end":
+            self._places.end_call(name)
+
     def pause(self) -> bool:
         """Have torch run its operations as without us, until `resume`; False where that cannot begin here.
 

@@ -60,7 +60,7 @@ LANES = (
     Lane("updates", ("step", "update"), rows=2),
     Lane("queued by the host", ("queued *",), rows=3),
     Lane("hidden waits", ("hidden wait *",), rows=2),
-    Lane("save, load", ("save", "load", "snapshot", "export"), rows=2),
+    Lane("save, load", ("save", "load", "snapshot", "export", "attachment"), rows=3),
 )
 
 

@@ -9,6 +9,7 @@ const COLORS = {
   iteration: ["step", "step2"], forward: ["forward"], backward: ["backward"], compute: ["compute", "compute2", "compute3"],
   gather: ["gather"], reduce: ["reduce"], "copy h2d": ["h2d"], unstash: ["h2d2"], "copy d2h": ["d2h"], stash: ["d2h2"],
   "disk read": ["read"], "disk write": ["write"], update: ["update2"], step: ["update"], save: ["save"], load: ["save"],
+  attachment: ["step2"],
 };
 const RATES = [
   ["gather", "gather", "gather"], ["reduce", "reduce", "reduce"], ["copy h2d", "host to device", "h2d"], ["copy d2h", "device to host", "d2h"],
