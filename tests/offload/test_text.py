@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.text import as_dollars, as_duration, as_moment, counted, parse_duration, plural
+from offload.text import as_dollars, as_duration, as_enough, as_moment, counted, parse_duration, parse_size, plural
 
 
 @pytest.mark.parametrize(
@@ -82,3 +82,9 @@ def test_what_is_no_duration_is_refused_with_one_that_is(text: str) -> None:
 def test_a_duration_is_read_back_as_it_was_written(ns: int) -> None:
     back = parse_duration(as_duration(ns))
     assert back == pytest.approx(ns, rel=0.009) and as_duration(back) == as_duration(ns)
+
+
+@given(st.integers(0, 1 << 45))
+def test_a_size_that_is_enough_is_at_least_as_much_and_hardly_more(nbytes: int) -> None:
+    read = parse_size(as_enough(nbytes))
+    assert nbytes <= read <= nbytes + max(nbytes // 100, 11)
