@@ -25,6 +25,8 @@ _ATOMIC = (
     bool, int, float, complex, str, bytes, type(None), type, range, torch.dtype, torch.device, torch.Size,
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
 )  # fmt: skip
+#: Packages whose objects an optimizer reaches through a model: what they hold is nothing that it counts.
+_OURS = ("zhooks", "offload")
 _Restore = Callable[[], Any]
 """Gives a value what it had when it was taken, and returns it."""
 
@@ -64,7 +66,7 @@ def options_kept(optimizer: Optimizer) -> Iterator[None]:
 
 def _taken(value: Any, taken: dict[int, _Restore]) -> _Restore:
     """What restores ``value``, and what it holds, in place."""
-    if isinstance(value, (*_ATOMIC, nn.Parameter, Optimizer)):
+    if isinstance(value, (*_ATOMIC, nn.Parameter, Optimizer)) or type(value).__module__.partition(".")[0] in _OURS:
         return lambda: value
     known = taken.get(id(value))
     if known is not None:
@@ -83,6 +85,9 @@ def _restore_of(value: Any, taken: dict[int, _Restore]) -> _Restore:
     if isinstance(value, torch.Generator):
         state = value.get_state()
         return lambda: value.set_state(state)
+    if isinstance(value, nn.Module):
+        buffers = [_container(module._buffers, taken) for module in value.modules()]
+        return lambda: (value, [restore() for restore in buffers])[0]
     if isinstance(value, (tuple, frozenset)):
         every = [_taken(one, taken) for one in value]
         return lambda: (value, [restore() for restore in every])[0]
@@ -135,6 +140,8 @@ def _text(value: Any, above: set[int]) -> str:
     if id(value) in above or isinstance(value, Optimizer):
         return type(value).__name__
     inside = above | {id(value)}
+    if isinstance(value, nn.Module):
+        return f"{type(value).__name__} {_text([module._buffers for module in value.modules()], inside)}"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{_text(k, inside)}: {_text(v, inside)}' for k, v in value.items())}}}"
     if isinstance(value, (set, frozenset)):

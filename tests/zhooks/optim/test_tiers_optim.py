@@ -143,6 +143,29 @@ def test_a_counter_in_the_groups_or_beside_them_counts_once_a_step(tier: str) ->
     assert one[0] == two[0] and same(one[1], two[1])
 
 
+class KeepsItsModel(torch.optim.AdamW):
+    """Reaches the model, and so the attachment with all it has open, and counts its steps in a module of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.01, eps=1e-3)
+        self.model, self.average = model, nn.Module()
+        self.average.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def step(self, closure: Any = None) -> Any:
+        self.average.get_buffer("steps").add_(1)
+        return super().step(closure)
+
+
+@on_ranks(1, 2, tier=("host", "disk"))
+def test_an_optimizer_that_keeps_its_model_steps_and_counts_as_on_the_device(tier: str) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, _: zhooks.Attachment | None) -> Any:
+        assert isinstance(optimizer, KeepsItsModel)
+        return [step(model, optimizer, number) for number in range(3)], int(optimizer.average.get_buffer("steps"))
+
+    one, two = (run(loop, policy(each), optimizer=KeepsItsModel) for each in ("device", tier))
+    assert one[0] == two[0] and one[0][1] == 3 and same(one[1], two[1])
+
+
 @on_ranks(1, 2, tier=AWAY)
 def test_what_cannot_be_stepped_unit_by_unit_is_refused_by_name(tier: str) -> None:
     model = ZOO["mlp"].build(7)
