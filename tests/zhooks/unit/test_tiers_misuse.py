@@ -99,11 +99,19 @@ def test_a_backward_that_apply_came_before_is_refused_by_name_and_training_goes_
     attached.detach()
 
 
+class Unforeseen(torch.optim.AdamW):
+    """Built from more than its groups, so that what it will keep is not known before its first step."""
+
+    def __init__(self, params: Any, name: str) -> None:
+        super().__init__(params, lr=0.1)
+        self.name = name
+
+
 @on_ranks(1)
-def test_a_step_that_finds_no_memory_for_new_states_says_that_it_had_updated() -> None:
+def test_a_step_that_finds_no_memory_for_states_that_nobody_foresaw_says_that_it_had_updated() -> None:
     model = build()
     attached = zhooks.attach(model, policy={**tiered("host"), "budget": {"host": 6000}})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = Unforeseen(model.parameters(), "unforeseen")
     with pytest.raises(BudgetError, match="1 of 1 unit had been updated in this step"):
         step(model, optimizer)
     assert {int(state["step"]) for state in optimizer.state.values()} == {1}
