@@ -525,7 +525,6 @@ if dist.is_initialized():
 """
 
 
-
 CALLS = """
 import resource, sys, torch, zhooks
 torch.set_num_threads(1)
@@ -555,8 +554,9 @@ attachment.detach()
 def of_call(call: str, at: Path) -> tuple[list[str], Analysis]:
     """What is said of a run that ends in this call of the attachment, and the run."""
     (at / "train.py").write_text(CALLS)
-    # What is freed goes back at once, so that a limit refuses the next request.
-    ended = fresh("-m", "zprof", "run", "--level", "alloc", "train.py", call, at=at, more={"MALLOC_MMAP_THRESHOLD_": "65536"})
+    words = ("-m", "zprof", "run", "--level", "alloc", "train.py", call)
+    # What is freed goes back at once, so that detach's limit refuses the next request.
+    ended = fresh(*words, at=at, more={"MALLOC_MMAP_THRESHOLD_": "65536"}) if call == "detach" else python(*words, at=at)
     assert (ended.returncode == 0) == (call == "none"), ended.stderr
     analysis = Analysis.of(Trace.open(at / "run.0.zprof"))
     return explain(analysis), analysis
