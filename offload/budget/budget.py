@@ -36,7 +36,7 @@ def cannot_admit(tier: Tier, key: str, nbytes: int, *, used: int, limit: int, no
     remedy = _REMEDIES[tier]
     if owner_of(key) == STAGING:
         # The slower tier is chosen already.
-        remedy = f"raise [budget] {tier.value}, set [schedule] prefetch = 0, or name smaller units in [units]"
+        remedy = f"raise [budget] {tier.value}, or name smaller units in [units]"
     return BudgetError(f"{tier.value} tier cannot admit {key} ({as_size(nbytes)}): {held}, {short}{said}; {remedy}")
 
 

@@ -445,7 +445,6 @@ def test_a_budget_that_is_too_small_is_explained_and_the_remedies_are_some(tmp_p
     )
     fitting = said.index("would have let it fit:")
     assert said[fitting + 1].startswith('  [optimizer] tier = "disk": saves ')
-    assert not any("[schedule] prefetch" in line for line in said), "not needed"
     assert said[-2] == "or raise [budget] host to 6.03 MiB"
     trace = Trace.open(tmp_path / "run.0.zprof")
     [note] = trace.notes("oom")
@@ -459,25 +458,23 @@ def test_a_budget_that_is_too_small_is_explained_and_the_remedies_are_some(tmp_p
 def test_where_the_disk_alone_is_not_enough_what_is_named_beside_it_is(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLACED)
 
-    def proposed(budget: str) -> list[str]:
-        """What would have let it fit, and would not have alone."""
-        said = explanation(python("-m", "zprof", "run", "--force", "train.py", "host", "host", budget, at=tmp_path).stderr)
-        fitting, alone = said.index("would have let it fit:"), said.index("not enough alone:")
-        assert said[alone + 1].startswith('  [optimizer] tier = "disk": saves ') or alone > fitting + 1
-        return [line.strip().partition(": saves")[0] for line in said[fitting + 1 : alone]]
+    def said(*words: str) -> list[str]:
+        """What would have let it fit."""
+        lines = explanation(python("-m", "zprof", "run", "--force", "train.py", *words, at=tmp_path).stderr)
+        fitting = lines.index("would have let it fit:")
+        good = [*takewhile(lambda line: line.startswith("  "), lines[fitting + 1 :])]
+        return [line.strip().partition(": saves")[0] for line in good]
 
     def fits(*words: str) -> bool:
         return python("train.py", *words, at=tmp_path).returncode == 0
 
-    assert proposed("3 MiB")[0] == '[optimizer] tier = "disk", [schedule] prefetch = 0'
-    assert not fits("host", "disk", "3 MiB") and fits("host", "disk", "3 MiB", "0")
-    both = proposed("2400 KiB")[0]
+    # Gradients are 2.01 MiB, states of one unit 514 KiB.
+    assert '[optimizer] tier = "disk"' in said("host", "host", "2600 KiB") and fits("host", "disk", "2600 KiB")
+    both = said("host", "host", "2400 KiB")[0]
     assert set(both.split(" and ")) == {'[optimizer] tier = "disk"', '[gradient] tier = "disk"'}
-    assert not fits("host", "disk", "2400 KiB", "0") and fits("disk", "disk", "2400 KiB")
+    assert not fits("host", "disk", "2400 KiB") and fits("disk", "disk", "2400 KiB")
     # What was tried instead of it is explained too.
-    tried = explanation(python("-m", "zprof", "run", "--force", "train.py", "host", "disk", "3 MiB", at=tmp_path).stderr)
-    assert ", in step: limit 3 MiB" in tried[0] and " for staging of " in tried[0]
-    assert tried[tried.index("would have let it fit:") + 1].startswith("  [schedule] prefetch = 0: saves ")
+    assert '[gradient] tier = "disk"' in said("host", "disk", "2400 KiB")
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -18,6 +18,7 @@ Note: [Both sides at once]
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import ExitStack
@@ -100,6 +101,8 @@ class Updater:
     ) -> None:
         self._store, self._bus, self.flats, self._choice_of = store, bus, flats, choice_of
         self._ahead = ahead
+        #: Those that have stepped: their states are made.
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._present = _Present()
 
     def kernel_of(self, flat: Flat) -> Kernel:
@@ -154,14 +157,22 @@ class Updater:
         updates = _with_gradients(updates)
         end: list[dict[str, Any]] | None = None
         to_fetch, ahead = deque(updates), deque[Fetched]()
-        done = 0
+        # States that are made need the memory that what is fetched ahead would take.
+        bounded = optimizer not in self._known and self._store.budget.limit(Tier.HOST) is not None
+        most, done = 0 if bounded else self._ahead, 0
         try:
             # All of them before the first: flats may have kernels of their own, and one of them may refuse.
             self.check(optimizer, updates, arguments)
             with ExitStack() as opened:
                 for update in updates:
-                    while to_fetch and len(ahead) <= self._ahead:
-                        ahead.append(opened.enter_context(self.fetch([(optimizer, to_fetch.popleft())])))
+                    while to_fetch and len(ahead) <= most:
+                        try:
+                            ahead.append(opened.enter_context(self.fetch([(optimizer, to_fetch[0])])))
+                        except BudgetError:
+                            if not ahead:
+                                raise
+                            break  # It is fetched when the one in use has gone back.
+                        to_fetch.popleft()
                     fetched = ahead.popleft()
                     fetched.wait()
                     with options_kept(optimizer):
@@ -172,6 +183,7 @@ class Updater:
                     _check_options(optimizer, now, end)
                     end = now
                     fetched.close()
+            self._known.add(optimizer)
         except ZhooksError as error:
             if done or isinstance(error, (BudgetError, ShardedOpError)):
                 error.args = (f"{str(error).rstrip('.')}. {_how_far(error, done, len(updates))}.",)

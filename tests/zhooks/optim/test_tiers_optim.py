@@ -143,6 +143,27 @@ def test_a_counter_in_the_groups_or_beside_them_counts_once_a_step(tier: str) ->
     assert one[0] == two[0] and same(one[1], two[1])
 
 
+@on_ranks(1, 2, prefetch=(1, 3))
+def test_a_step_needs_no_more_of_a_bounded_host_than_buffers_for_one_unit(prefetch: int) -> None:
+    _, world = place()
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6)))
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, _: zhooks.Attachment | None) -> None:
+        for number in range(3):
+            model(torch.full((2, 16), 1.0 + number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    # A gradient and two states of one layer, divided over the ranks.
+    tight = {"budget": {"host": 3 * 16 * 16 * 4 // world}, "schedule": {"prefetch": prefetch}}
+    away = policy("device", **tight) | {"gradient": {"tier": "disk"}, "optimizer": {"tier": "disk"}}
+    one, two = (run(loop, each, build=build)[1] for each in (policy("device"), away))
+    assert same(one, two)
+
+
 class KeepsItsModel(torch.optim.AdamW):
     """Reaches the model, and so the attachment with all it has open, and counts its steps in a module of its own."""
 

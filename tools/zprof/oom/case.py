@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offload.events import FAILED, VERB
-from zprof.oom.changes import AHEAD, IN_USE, Pace, Plight
+from zprof.oom.changes import IN_USE, Pace, Plight
 from zprof.oom.facts import LEAST_KEPT, Failure
 from zprof.oom.whole_step import block_of, bytes_of, whole_step
 from zprof.rows import BEFORE_STACK, QUEUED, TIERS
@@ -185,7 +185,7 @@ def case_of(analysis: Analysis, failure: Failure) -> Case:
         # The request that failed was for one of them.
         short += max(0, to_come - (failure.nbytes or 0))
     if _for_a_buffer(failure, course.phase):
-        then = _with_buffers(then, ahead=_prefetch(policy) > 0)
+        then = _with_buffers(then)
         short = max(short or 0, sum(nbytes for place, nbytes in then.items() if place[1] == "host") - (failure.limit or 0))
     step = [_with_states(moment, then) for moment in step] if not _larger(held, failure, step) else []
     reckoned = not step and policy is None and failure.step_gradients is not None
@@ -224,28 +224,19 @@ def _free(
     return free
 
 
-def _prefetch(policy: Mapping[str, Any] | None) -> int:
-    schedule = (policy or {}).get("schedule")
-    found = schedule.get("prefetch", 1) if isinstance(schedule, Mapping) else 1
-    return found if isinstance(found, int) else 1
-
-
 def _for_a_buffer(failure: Failure, phase: str) -> bool:
     """A step could not bring to the host what the disk has."""
     return failure.kind == "budget" and failure.tier == "host" and failure.key.startswith("staging of ") and phase == "step"
 
 
-def _with_buffers(held: Mapping[tuple[str, str, str], int], *, ahead: bool) -> dict[tuple[str, str, str], int]:
-    """The host as a step needs it: buffers for all that the disk has of the unit in use, and of one fetched ahead."""
+def _with_buffers(held: Mapping[tuple[str, str, str], int]) -> dict[tuple[str, str, str], int]:
+    """The host as a step needs it: buffers for all that the disk has of the unit in use."""
     units: dict[str, int] = {}
     for (_, tier, key), nbytes in held.items():
         if tier == "disk":
             units[key] = units.get(key, 0) + nbytes
-    largest = [*sorted(units.values(), reverse=True), 0, 0]
     found = {place: nbytes for place, nbytes in held.items() if place[:2] != ("communication", "host")}
-    found["communication", "host", IN_USE] = largest[0]
-    if ahead:
-        found["communication", "host", AHEAD] = largest[1]
+    found["communication", "host", IN_USE] = max(units.values(), default=0)
     return found
 
 

@@ -6,8 +6,8 @@ a change saves, the change is not offered.
 Note: [On the way]
     What is stored on another tier is still needed where it is used: a buffer for the unit in use, those fetched ahead and the
     one on its way back. A change that moves a cell leaves so many of its largest units behind. A [budget] counts less: of the
-    device nothing that is on its way to another tier, and of the host only buffers of what the disk has, those of the unit in
-    use and of one fetched ahead. Before it would be exceeded, those that are being written back are waited for.
+    device nothing that is on its way to another tier, and of the host only buffers of what the disk has of the unit in use.
+    Before it would be exceeded, nothing is fetched ahead, and what is being written back is waited for.
 
 Note: [What a change costs]
     Changes are compared by the time they add to a step: bytes over the bandwidth of their way, a forward that is computed
@@ -24,10 +24,10 @@ from typing import Any
 from offload.text import as_size, counted
 from zprof.oom.held import Held, bytes_in, halved, keys, largest_alone, less, moved, partitioned
 
-__all__ = ["AHEAD", "ALLOCATOR", "IN_USE", "Change", "Pace", "Plight", "changes"]
+__all__ = ["ALLOCATOR", "IN_USE", "Change", "Pace", "Plight", "changes"]
 
-#: Keys of buffers that a step's units pass through, where a [budget] counts them.
-IN_USE, AHEAD = "(unit in use)", "(unit fetched ahead)"
+#: The key of the buffers that a step's units pass through, where a [budget] counts them.
+IN_USE = "(unit in use)"
 #: What a change of the allocator's settings is about.
 ALLOCATOR = "allocator"
 #: Bytes a second at which a usual CPU updates states, and a forward makes activations.
@@ -106,7 +106,6 @@ class Change:
         at_most: the true saving may be smaller, for a reason the price names.
         keys: what to write into the policy, table by table; None of what is no policy's.
         batches: so many micro-batches in the place of one.
-        beyond: a change that this one begins with; where that is enough, this one is not needed.
     """
 
     what: str
@@ -117,7 +116,6 @@ class Change:
     at_most: bool = False
     keys: Mapping[str, Any] | None = None
     batches: int = 1
-    beyond: str = ""
 
 
 #: What makes memory usable that an allocator keeps, and at what price.
@@ -163,16 +161,6 @@ def _schedule(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
             less("parameter", "device", fetched),
             keys={"schedule": {"prefetch": 0}},
         )
-    early = keys(plight.held, "communication", "host").get(AHEAD, 0)
-    if ahead and early and plight.pool == ("host",):
-        yield Change(
-            "[schedule] prefetch = 0",
-            "a step no longer reads a unit from the disk while it updates another; gathers are not hidden behind compute",
-            (False, plight.pace.moving(early, "disk")),
-            _about("prefetch"),
-            less("communication", "host", {AHEAD: early}),
-            keys={"schedule": {"prefetch": 0}},
-        )
 
 
 def _stages(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
@@ -211,22 +199,9 @@ def _tiers(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
         for to in ("host", "disk"):
             if now in plight.pool and at > 0 and to not in plight.pool and to != now:
                 price = f"{as_size(at)} {often.get(cell, 'read in every forward and backward')}, {_way(now, to)}"
-                what, cost = f'[{cell}] tier = "{to}"', plight.pace.moving(2 * at, to)
-                written: dict[str, Any] = {cell: {"tier": to}}
-                staged = _staged(plight, stored, now, to, ahead)
-                after = moved(cell, now, to, gathered, _added(staged, now, flying))
-                yield Change(what, price, (False, cost), about, after, keys=written)
-                fewer = _staged(plight, stored, now, to, 0)
-                if plight.budget and fewer != staged:
-                    yield Change(
-                        f"{what}, [schedule] prefetch = 0",
-                        f"{price}; no unit is read while another is updated, and gathers are not hidden behind compute",
-                        (False, 2 * cost),
-                        about | _about("prefetch"),
-                        moved(cell, now, to, gathered, _added(fewer, now, flying)),
-                        keys={**written, "schedule": {"prefetch": 0}},
-                        beyond=what,
-                    )
+                cost, staged = (False, plight.pace.moving(2 * at, to)), _staged(plight, stored, now, to, ahead)
+                after = moved(cell, now, to, gathered, {**staged, now: staged.get(now, 0) + flying})
+                yield Change(f'[{cell}] tier = "{to}"', price, cost, about, after, keys={cell: {"tier": to}})
     yield from _all_on_the_tier(plight, policy)
     yield from _on_the_host(plight, policy)
 
@@ -270,11 +245,7 @@ def _staged(plight: Plight, stored: Mapping[str, int], now: str, to: str, ahead:
     sizes = sorted(stored.values(), reverse=True)
     if not plight.budget:
         return {now: sum(sizes[: 2 + ahead])}
-    return {"host": sum(sizes[: 1 + min(ahead, 1)])} if to == "disk" else {}
-
-
-def _added(staged: Mapping[str, int], tier: str, nbytes: int) -> dict[str, int]:
-    return {**staged, tier: staged.get(tier, 0) + nbytes}
+    return {"host": sum(sizes[:1])} if to == "disk" else {}
 
 
 def _activations(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:

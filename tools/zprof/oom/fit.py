@@ -10,7 +10,7 @@ Note: [Together]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import combinations
@@ -112,9 +112,7 @@ def remedies(plight: Plight) -> list[Remedy]:
     single = [remedy for change in known if (remedy := _remedy(plight, (change,))) is not None]
     single.sort(key=lambda remedy: _ORDER.index(remedy.verdict))
     useful = [remedy.changes[0] for remedy in single]
-    enough = {remedy.what for remedy in single if remedy.verdict.good}
-    single = [remedy for remedy in single if _needed(remedy, enough)]
-    if plight.short is None or enough:
+    if plight.short is None or any(remedy.verdict.good for remedy in single):
         return single
     together = [
         remedy
@@ -128,12 +126,6 @@ def remedies(plight: Plight) -> list[Remedy]:
     together.sort(key=lambda remedy: (len(remedy.changes), *_cost(remedy)))
     together.sort(key=lambda remedy: _ORDER.index(remedy.verdict))
     return together[:2] + sorted(single, key=lambda remedy: (_ORDER.index(remedy.verdict), -remedy.nbytes))
-
-
-def _needed(remedy: Remedy, enough: Set[str]) -> bool:
-    """It is no more of another change, unless that is not enough and it is."""
-    beyond = remedy.changes[0].beyond
-    return not beyond or (remedy.what in enough and beyond not in enough)
 
 
 def _cost(remedy: Remedy) -> tuple[bool, float]:
