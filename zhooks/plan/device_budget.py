@@ -231,9 +231,17 @@ def _headroom(
     at_least = "" if found and all(foreseen for _, foreseen in found.values()) else "at least "
     raise BudgetError(
         f"[budget] device: expected memory for what is stored there and the units in flight, {what}, found "
-        f"{as_size(limit)}. Raise it to {at_least}{as_enough(floor + states)}, {tier}lower [schedule] prefetch or [units] "
-        f"max_numel, or place more on another tier.{after}"
+        f"{as_size(limit)}. Raise it to {at_least}{as_enough(floor + states)}, {tier}{_less(policy)}.{after}"
     )
+
+
+def _less(policy: Policy) -> str:
+    """What else takes less of the device, in words."""
+    flying = "[schedule] prefetch or [units] max_numel" if policy.schedule.prefetch else "[units] max_numel"
+    cells = {"gradient": policy.gradient.tier, "parameter": policy.parameter.tier if policy.stage in (0, 3) else None}
+    there = [f"[{cell}]" for cell, tier in cells.items() if tier == "device"]
+    moved = f'set the tier of {" and ".join(there)} to "host" or "disk"' if there else "run on more ranks"
+    return f"lower {flying}, or {moved}"
 
 
 def device_floor(policy: Policy, units: Sequence[UnitPlan], *, whole_sums: bool = False) -> int:
