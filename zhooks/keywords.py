@@ -43,6 +43,8 @@ ELSEWHERE = {
     "mixed_precision": f"Write {_DTYPES}",
     "mp_policy": f"Write {_DTYPES}",
     "offload": f"Write {_HOST}",
+    "offload_optimizer": 'Write policy={"optimizer": {"tier": "host"}}',
+    "offload_param": 'Write policy={"parameter": {"tier": "host"}}',
     "offload_policy": f"Write {_HOST}",
     "param_init_fn": "Write init=",
     "process_group": "Write mesh=, a DeviceMesh over the whole process group",

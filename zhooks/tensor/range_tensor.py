@@ -260,7 +260,8 @@ def refuse_gradients(tensor: RangeTensor) -> None:
 def range_alone(what: str, tensor: RangeTensor) -> ShardedOpError:
     """The refusal of a writer that would take this rank's range for the tensor."""
     spec = tensor._spec
-    found = f"one rank's range of the model, here {tensor._local.numel()} of its {spec.numel} elements"
+    here = "all" if tensor._local.numel() == spec.numel else str(tensor._local.numel())
+    found = f"one rank's range of the model, here {here} of its {spec.numel} elements"
     if not spec.group.sharded and spec.place is None:
         found = "it in memory it shares with its unit"
     through, folder = "torch.save, safetensors", ""
