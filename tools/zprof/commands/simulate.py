@@ -173,6 +173,9 @@ def simulate(
         click.echo(json.dumps(body, indent=2, allow_nan=False))
     else:
         click.echo(str(found))
+        if not lacking:
+            held = ", ".join(f"{tier} {as_size(most[tier])} of {as_size(capacity[tier])}" for tier in capacity if tier in most)
+            click.echo(f"fits on {counted(world, 'rank')} of {profile.name}, per rank: {held}")
         click.echo("\nnext")
         for do, why in following:
             click.echo(f"{do}\n    {why}")
