@@ -158,8 +158,8 @@ def test_a_step_needs_no_more_of_a_bounded_host_than_buffers_for_one_unit(prefet
             optimizer.zero_grad()
 
     # A gradient and two states of one layer, divided over the ranks.
-    tight = {"budget": {"host": 3 * 16 * 16 * 4 // world}, "schedule": {"prefetch": prefetch}}
-    away = policy("device", **tight) | {"gradient": {"tier": "disk"}, "optimizer": {"tier": "disk"}}
+    away = policy("device", budget={"host": 3 * 16 * 16 * 4 // world}, schedule={"prefetch": prefetch})
+    away |= {"gradient": {"tier": "disk"}, "optimizer": {"tier": "disk"}}
     one, two = (run(loop, each, build=build)[1] for each in (policy("device"), away))
     assert same(one, two)
 
