@@ -156,8 +156,13 @@ def _words(annotation: object) -> Iterator[str]:
 
 
 def _nearest(place: Place, model: type[BaseModel], schema: type[BaseModel]) -> str:
-    """Name the closest key of the same table, else one that is much alike in another table, else all that are known."""
+    """Name the tables that have this key, else the closest key of the same table, else one that is much alike in another table,
+    else all that are known."""
     key = place[-1]
+    having = [name for name in schema.model_fields if (table := _table(schema, name)) and key in table.model_fields]
+    if having:
+        *some, last = (_label((name, key)) for name in having)
+        return f"did you mean {', '.join(some)} or {last}?" if some else f"did you mean {last}?"
     near = nearest(key, model.model_fields)
     if near:
         return f"did you mean {_label((*place[:-1], near))}?" if len(place) == 1 else f"did you mean {near}?"

@@ -39,6 +39,11 @@ MISTAKES = {
         "prefetch = 2\n",
         "policy.toml:1: prefetch: unknown key; did you mean [schedule] prefetch?",
     ),
+    "key of several tables": (
+        'tier = "host"\n',
+        "policy.toml:1: tier: unknown key; did you mean [parameter] tier, [gradient] tier, [optimizer] tier or [activation] "
+        "tier?",
+    ),
     "key like no other": (
         "[budget]\nzzz = 1\n",
         "policy.toml:2: [budget] zzz: unknown key; known keys here: device, host, disk",
