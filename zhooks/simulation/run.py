@@ -21,6 +21,7 @@ from torch import nn
 
 from offload.allocator import Settings, parse_settings
 from offload.errors import PolicyError, SimulationError, ZhooksError
+from offload.events import state_all
 from offload.hardware import Hardware
 from offload.policy import Policy
 from offload.text import as_dollars, as_duration, as_size
@@ -270,6 +271,8 @@ def run_rank(job: Job, machine: Machine, costs: HardwareCosts, begins: Callable[
                 gc.collect()
                 for number in range(1, job.steps + 1):
                     begins()
+                    # The states that the last step has made are seen by nobody else.
+                    state_all()
                     holders.reset()
                     begin, before, operations = machine.now, _counted(costs), costs.operations
                     with program_calls(machine), kernels_refused():

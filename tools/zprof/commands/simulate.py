@@ -33,6 +33,14 @@ __all__ = ["simulate"]
 
 #: Of a step, above which something is worth a word.
 _LARGE = 0.1
+#: So many of what most memory is held for are named where it does not fit, each with what takes less of it.
+_HOLDERS = 2
+_REMEDIES = {
+    "temporary and activations": '[activation] checkpoint = "unit", or a smaller batch',
+    "gradient": '[gradient] tier = "host"',
+    "optimizer": '[optimizer] tier = "host"',
+    "parameter": '[parameter] tier = "host" under stage 3',
+}
 #: A trace says of no more.
 _MOST_RANKS = 1 << 20
 #: What of a rank may be slow.
@@ -268,9 +276,10 @@ def _shown(job: Job, steps: int, on: str) -> Iterator[Job]:
 def _next(found: Simulation, output: Path | None, *, fits: bool) -> Iterator[tuple[str, str]]:
     """What to look at or to try, and why."""
     if not fits:
-        most = max(found.device.holders, key=found.device.holders.__getitem__, default="")
-        remedy = '[activation] checkpoint = "unit", or a smaller batch' if "activation" in most else '[optimizer] tier = "host"'
-        yield f"{remedy}, or more ranks", f"most memory is held for {most}"
+        largest = sorted(found.device.holders, key=found.device.holders.__getitem__, reverse=True)[:_HOLDERS]
+        for what in largest:
+            share = f"{as_size(found.device.holders[what])} of {as_size(found.device.nbytes)} on the device are held for {what}"
+            yield f"{_REMEDIES.get(what, 'smaller units')}, or more ranks", share
     elif found.exposed_s > _LARGE * found.step_s:
         share = f"{found.exposed_s / found.step_s:.0%} of the step is exposed communication"
         yield "[schedule] prefetch, more tokens per step, or --mesh replicate=..,shard=..", share
