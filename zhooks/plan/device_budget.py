@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from offload.device import open_device
 from offload.errors import BudgetError
@@ -23,9 +22,10 @@ from offload.policy import Policy
 from offload.text import as_enough, as_size
 from offload.tier import Tier
 from zhooks.comm import Comm, least
+from zhooks.grad import in_backward
 from zhooks.layout import Ignored, UnitPlan, inner_units
-from zhooks.optim import watch_steps
 from zhooks.plan.arena import beside, reductions
+from zhooks.plan.first_steps import FirstSteps
 from zhooks.plan.state_sizes import Whole, state_nbytes
 from zhooks.plan.tiers import limit_of
 from zhooks.tensor import ShardedTensor
@@ -83,7 +83,7 @@ def _limit(policy: Policy, device: torch.device, comm: Comm) -> int | None:
         seam.close()
 
 
-class DeviceBudget:
+class DeviceBudget(FirstSteps):
     """One attachment's ``[budget] device``, at every step.
 
     Args:
@@ -102,23 +102,13 @@ class DeviceBudget:
         keep_within: Callable[[int | None], None],
         ignored: Sequence[Whole] = (),
     ) -> None:
+        super().__init__(units)
         self._ignored = ignored
-        self._comm, self._units, self._keep_within = comm, units, keep_within
+        self._comm, self._keep_within = comm, keep_within
         self._policy, self._limit = policy, headroom.limit
-        # How many groups of parameters each had when it was counted: a step with more counts it again.
-        self._counted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         # Their states could not be foreseen: they count after their first step.
         self._unforeseen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._handles: list[RemovableHandle] = []
         self._count(headroom)
-
-    def open(self) -> None:
-        """Be called around every optimizer's step from now on."""
-        self._handles = watch_steps(self)
-
-    def close(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
 
     def admit(self, policy: Policy, device: torch.device, units: Sequence[UnitPlan], comm: Comm) -> Headroom:
         """What the bound leaves under another policy beside units that are, or would be, laid out so.  Collective.
@@ -166,26 +156,16 @@ class DeviceBudget:
         plans = [unit.plan for unit in self._units] if units is None else units
         return _headroom(self._limit, self._policy, plans, optimizers, self._comm, self._ignored, after)
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's pre-hook.  Collective at the first step of an optimizer that holds parameters of the model, and at the first
-        after it was given more.
+    @property
+    def _bounded(self) -> bool:
+        return self._limit is not None
 
-        Raises:
-            BudgetError: its states would not fit; nothing has been updated, on any rank.
-        """
-        # Ranks need not come to a step in backward (an optimizer a parameter) in one order.
-        if self._limit is None or torch._C._current_graph_task_id() != -1:
-            return
-        if self._counted.get(optimizer) == len(optimizer.param_groups):
-            return
-        ours = {id(param) for unit in self._units for flat in unit.flats for param in flat.params}
-        if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
-            after = " Nothing has been updated: call attachment.apply(policy), then repeat the optimizer's step."
-            headroom = self._headroom({*self._counted, optimizer}, after)
-            self._keep_within(headroom.spare)
-            if optimizer not in headroom.foreseen:
-                self._unforeseen.add(optimizer)
-        self._counted[optimizer] = len(optimizer.param_groups)
+    def _admit_states(self, optimizer: Optimizer) -> None:
+        after = " Nothing has been updated: call attachment.apply(policy), then repeat the optimizer's step."
+        headroom = self._headroom({*self._counted, optimizer}, after)
+        self._keep_within(headroom.spare)
+        if optimizer not in headroom.foreseen:
+            self._unforeseen.add(optimizer)
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """torch's post-hook.  Collective after the first step of an optimizer whose states could not be foreseen.
@@ -193,7 +173,7 @@ class DeviceBudget:
         Raises:
             BudgetError: its states do not fit; the step has been made on every rank, and the next one is refused.
         """
-        if optimizer in self._unforeseen and torch._C._current_graph_task_id() == -1:
+        if optimizer in self._unforeseen and not in_backward():
             self._unforeseen.discard(optimizer)
             self._counted.pop(optimizer, None)
             after = " This step has been made, but the next one is refused until attachment.apply(policy) frees memory."

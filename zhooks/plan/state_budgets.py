@@ -6,13 +6,9 @@ cannot be counted ahead, the tiers admit block by block.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-import torch
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from offload.errors import BudgetError
 from offload.policy import Policy
@@ -20,7 +16,8 @@ from offload.text import as_enough, as_size
 from offload.tier import Tier
 from zhooks.comm import Comm, least
 from zhooks.layout import UnitPlan
-from zhooks.optim import grad_of, watch_steps
+from zhooks.optim import grad_of
+from zhooks.plan.first_steps import FirstSteps
 from zhooks.plan.state_sizes import stored_states
 from zhooks.unit import Unit
 
@@ -29,7 +26,7 @@ __all__ = ["StateBudgets"]
 _REMEDIES = {Tier.HOST: 'set [optimizer] tier = "disk"', Tier.DISK: "run on more ranks"}
 
 
-class StateBudgets:
+class StateBudgets(FirstSteps):
     """The states of one attachment's optimizers against the budgets of tiers off the device.
 
     Args:
@@ -45,40 +42,19 @@ class StateBudgets:
         policy: Callable[[], Policy],
         limits: Callable[[], Mapping[Tier, int | None]],
     ) -> None:
-        self._comm, self._units, self._policy, self._limits = comm, units, policy, limits
-        # How many groups of parameters each had when it was counted: a step with more counts it again.
-        self._counted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._handles: list[RemovableHandle] = []
+        super().__init__(units)
+        self._comm, self._policy, self._limits = comm, policy, limits
 
-    def open(self) -> None:
-        """Be called before every optimizer's step from now on."""
-        self._handles = watch_steps(self)
+    @property
+    def _bounded(self) -> bool:
+        return bool(self._bounds())
 
-    def close(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+    def _admit_states(self, optimizer: Optimizer) -> None:
+        for tier, limit in self._bounds().items():
+            self._check(tier, limit, {*self._counted, optimizer})
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's pre-hook.  Collective at the first step of an optimizer that holds parameters of the model, and at the first
-        after it was given more, where a tier has a budget.
-
-        Raises:
-            BudgetError: a tier cannot hold its states; nothing has been updated, on any rank.
-        """
-        limits = {tier: limit for tier in _REMEDIES if (limit := self._limits().get(tier)) is not None}
-        # Ranks need not come to a step in backward (an optimizer a parameter) in one order.
-        if not limits or torch._C._current_graph_task_id() != -1:
-            return
-        if self._counted.get(optimizer) == len(optimizer.param_groups):
-            return
-        ours = {id(param) for unit in self._units for flat in unit.flats for param in flat.params}
-        if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
-            for tier, limit in limits.items():
-                self._check(tier, limit, {*self._counted, optimizer})
-        self._counted[optimizer] = len(optimizer.param_groups)
-
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's post-hook."""
+    def _bounds(self) -> dict[Tier, int]:
+        return {tier: limit for tier in _REMEDIES if (limit := self._limits().get(tier)) is not None}
 
     def _check(self, tier: Tier, limit: int, optimizers: set[Optimizer]) -> None:
         policy, plans = self._policy(), [unit.plan for unit in self._units]

@@ -1,0 +1,74 @@
+"""The first steps of optimizers, which show what they will keep: before them a budget is held against it.
+
+``device_budget.py`` and ``state_budgets.py`` are built on it.  It never counts a byte.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from zhooks.grad import in_backward
+from zhooks.optim import watch_steps
+from zhooks.unit import Unit
+
+__all__ = ["FirstSteps"]
+
+
+class FirstSteps:
+    """Torch calls it around every optimizer's step while it is open.
+
+    Args:
+        units: the attachment's own list.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        # How many groups of parameters each had when it was counted: a step with more counts it again.
+        self._counted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._handles: list[RemovableHandle] = []
+
+    def open(self) -> None:
+        """Be called around every optimizer's step from now on."""
+        self._handles = watch_steps(self)
+
+    def close(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """torch's pre-hook.  Collective at the first step of an optimizer that holds parameters of the model, and at the first
+        after it was given more, where there is a budget.
+
+        Raises:
+            BudgetError: its states would not fit; nothing has been updated, on any rank.
+        """
+        # Ranks need not come to a step in backward (an optimizer a parameter) in one order.
+        if not self._bounded or in_backward():
+            return
+        if self._counted.get(optimizer) == len(optimizer.param_groups):
+            return
+        ours = {id(param) for unit in self._units for flat in unit.flats for param in flat.params}
+        if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
+            self._admit_states(optimizer)
+        self._counted[optimizer] = len(optimizer.param_groups)
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """torch's post-hook."""
+
+    @property
+    def _bounded(self) -> bool:
+        """There is a budget; alike on every rank."""
+        raise NotImplementedError
+
+    def _admit_states(self, optimizer: Optimizer) -> None:
+        """It is about to make states.  Collective.
+
+        Raises:
+            BudgetError: as ``before``.
+        """
+        raise NotImplementedError
