@@ -228,11 +228,10 @@ class Ring:
     def _check(self, message: Message, writer: int, label: bytes) -> None:
         sequence = self._sequence - len(self._incoming) + 1
         expected = _label(message.call, sequence, message.total)
-        found = label.partition(b"\0")[0]
-        if found != expected[:-1]:
+        if not label.startswith(expected):
             raise DivergenceError(
-                f"rank {self._axis.ranks[self._axis.rank]} is in {expected[:-1].decode(errors='replace')}, "
-                f"rank {self._axis.ranks[writer]} in {found.decode(errors='replace')}: expected every rank to make the same "
+                f"rank {self._axis.ranks[self._axis.rank]} is in {label_text(expected)}, "
+                f"rank {self._axis.ranks[writer]} in {label_text(label)}: expected every rank to make the same "
                 f"calls in the same order. {SAME_CALLS}"
             )
 
@@ -246,8 +245,8 @@ class Ring:
         said = []
         for rank in late:
             count = int(self._head[rank][0])
-            last = bytes(self._labels[rank][(count - 1) % self._slots]).partition(b"\0")[0] if count else b""
-            made = f"last called {last.decode(errors='replace')}" if last else "has made no call yet"
+            last = label_text(self._labels[rank][(count - 1) % self._slots]) if count else ""
+            made = f"last called {last}" if last else "has made no call yet"
             said.append(f"rank {self._axis.ranks[rank]} {made}")
         return "; ".join(said) or "the peers have not read what this rank sent"
 
@@ -260,7 +259,17 @@ def _once(message: Message) -> None:
 
 
 def _label(call: Call, sequence: int, nbytes: int) -> bytes:
-    return f"{call.what} {call.key} (call {sequence}, {nbytes} B)".encode()[: LABEL_BYTES - 1] + b"\0"
+    return as_label(f"{call.what} {call.key} (call {sequence}, {nbytes} B)", LABEL_BYTES)
+
+
+def as_label(text: str, most: int) -> bytes:
+    """A text as it stands in memory that ranks share, in at most so many bytes."""
+    return text.encode()[: most - 1] + b"\0"
+
+
+def label_text(label: bytes | memoryview) -> str:
+    """What `as_label` was given, as far as it fitted; what follows it in memory does not count."""
+    return bytes(label).partition(b"\0")[0].decode(errors="replace")
 
 
 def _count(nbytes: int, slot: int) -> int:

@@ -19,6 +19,7 @@ import mmap
 import numpy as np
 
 from zhooks.comm.progress import by_rank
+from zhooks.comm.shared_memory_ring import as_label, label_text
 from zhooks.comm.transport import Call
 from zhooks.layout import Axis
 
@@ -51,7 +52,7 @@ class WaitBoard:
         """This rank waits in ``call`` and has just found nothing to read or to write: whether that will never change."""
         if not self._waits:
             self._waits = True
-            label = f"{call.what} {call.key}".encode()[: _LABEL_BYTES - 1] + b"\0"
+            label = as_label(f"{call.what} {call.key}", _LABEL_BYTES)
             self._calls[self.axis.rank][: len(label)] = label
             self._mine[0] += 1
         self._mine[1] += 1
@@ -72,8 +73,7 @@ class WaitBoard:
 
     def describe(self) -> str:
         """The call of each rank, in words; where all wait."""
-        calls = [bytes(call).partition(b"\0")[0].decode(errors="replace") for call in self._calls]
-        return by_rank({rank: f'"{call}"' for rank, call in zip(self.axis.ranks, calls, strict=True)})
+        return by_rank({rank: f'"{label_text(call)}"' for rank, call in zip(self.axis.ranks, self._calls, strict=True)})
 
     def _column(self, place: int) -> list[int]:
         return [int(words[place]) for words in self._words]
