@@ -31,6 +31,8 @@ try:
 except KeyboardInterrupt:
     sys.exit(2)
 """
+#: Of a person's shell, not of the ``make test`` that these tests may run under: a make in a make says where it works.
+SHELL = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES")}
 #: Targets that run several programs, and the first of these.
 SEVERAL = {"lint": "-m ruff", "test": "-m ruff", "coverage": "-m coverage run", "setup": "-m pip", "mutation": "-m pip"}
 
@@ -61,7 +63,7 @@ def interrupted(project: Path, target: str, send: Callable[[int], None], *words:
         signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL)
 
     make = subprocess.Popen(
-        ["make", target, *words], cwd=project, start_new_session=True, preexec_fn=before, stdout=subprocess.DEVNULL
+        ["make", target, *words], cwd=project, env=SHELL, start_new_session=True, preexec_fn=before, stdout=subprocess.DEVNULL
     )
     soon(lambda: len(started(project)) == 1)
     send(make.pid)
@@ -102,7 +104,7 @@ def test_a_job_in_the_background_of_a_script_which_ignores_interrupts_ends_by_on
 
 def test_a_set_up_says_what_it_installs_and_when_it_is_done(project: Path) -> None:
     (project / "may-end").touch()
-    done = subprocess.run(["make", "setup"], cwd=project, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(["make", "setup"], cwd=project, env=SHELL, capture_output=True, text=True, timeout=120, check=True)
     lines = [line for line in done.stdout.splitlines() if not line.startswith(("test -x", "touch"))]
     assert [line.partition(" ")[0] for line in lines] == ["setting", "1", "2", ".venv"] and lines[-1] == ".venv is set up"
     assert "torch" in lines[1] and "minutes" in lines[1] and "minutes" in lines[2]
@@ -112,7 +114,7 @@ def test_a_set_up_says_what_it_installs_and_when_it_is_done(project: Path) -> No
 def test_on_a_terminal_pip_shows_how_far_a_set_up_is(project: Path) -> None:
     (project / "may-end").touch()
     control, terminal = pty.openpty()
-    subprocess.run(["make", "setup"], cwd=project, stdout=terminal, stderr=terminal, timeout=120, check=True)
+    subprocess.run(["make", "setup"], cwd=project, env=SHELL, stdout=terminal, stderr=terminal, timeout=120, check=True)
     os.close(terminal)
     os.close(control)
     assert len(started(project)) == 2 and not any("--quiet" in words for words in started(project))
