@@ -52,6 +52,7 @@ def progress(doing: str) -> Iterator[Progress]:
         task = bar.add_task(one_line(doing), total=None)
 
         def show(text: str) -> None:
-            bar.update(task, description=one_line(text))
+            # Drawn at once: what is said last would often be wiped before the next of ten drawings a second.
+            bar.update(task, description=one_line(text), refresh=True)
 
         yield Progress(show, show)
