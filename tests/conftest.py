@@ -172,8 +172,14 @@ def _earlier_objects_out_of_sight() -> None:
 
 @pytest.fixture
 def alone() -> None:
-    """What is alive already, of other tests, is out of the collector's sight: who looks for models finds this test's only."""
+    """What is alive already, of other tests, is out of sight: who looks for models or attachments finds this test's only.
+
+    An attachment whose backward left a part of a unit out lives until the next one is made, and states what it holds.
+    """
+    from tests.support.inside import hush_earlier
+
     _put_out_of_sight()
+    hush_earlier()
 
 
 def _put_out_of_sight() -> None:
