@@ -7,22 +7,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from offload.events import Bus
 
 __all__ = ["spanned"]
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def spanned(name: str) -> Callable[[F], F]:
+class _Heard(Protocol):
+    _bus: Bus
+
+
+S = TypeVar("S", bound=_Heard)
+
+
+def spanned(name: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
     """Mark a method of an attachment: a call of it is a span of this name."""
 
-    def marked(method: F) -> F:
+    def marked(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
             with self._bus.verb(name):
                 return method(self, *args, **kwargs)
 
-        return cast(F, call)
+        return call
 
     return marked
