@@ -9,11 +9,9 @@ import functools
 import inspect
 import json
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeGuard, TypeVar
+from typing import ParamSpec, TypeVar
 
-from pydantic import BaseModel
-
-from offload.documents import nearest
+from offload.documents import nearest, tables_of
 from offload.policy import Policy
 
 __all__ = ["ELSEWHERE", "explained"]
@@ -86,16 +84,15 @@ def _instead(name: str, value: object, known: list[str]) -> str:
 
 def _places(name: str, value: object) -> list[str]:
     """The policy that sets this key, as a dict; then the further tables that have a key of this name."""
-    tables = {key: kind for key, field in Policy.model_fields.items() if _is_table(kind := field.annotation)}
     plain = isinstance(value, (bool, int, float, str)) and len(str(value)) <= _LONGEST
     written = (json.dumps(value) if isinstance(value, str) else repr(value)) if plain else "..."
-    if name in tables:
-        return [f'{{"{name}": {{...}}}}']
+    tables = tables_of(Policy)
     if name in Policy.model_fields:
-        return [f'{{"{name}": {written}}}']
-    inside = [key for key, kind in tables.items() if name in kind.model_fields]
-    return [f'{{"{inside[0]}": {{"{name}": {written}}}}}', *inside[1:]] if inside else []
+        return [_set(name, "{...}" if name in tables else written)]
+    inside = [key for key, table in tables.items() if name in table.model_fields]
+    return [_set(inside[0], f'{{"{name}": {written}}}'), *inside[1:]] if inside else []
 
 
-def _is_table(kind: Any) -> TypeGuard[type[BaseModel]]:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+def _set(key: str, value: str) -> str:
+    """The policy of one key, where ``value`` is, or is one table of an array of them."""
+    return f'{{"{key}": [{value}]}}' if isinstance(Policy.model_fields[key].default, tuple) else f'{{"{key}": {value}}}'

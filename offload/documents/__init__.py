@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from offload.documents.fields import SIZE_SCHEMA, Name, Names, Size, Table, sized, words
 from offload.documents.load import MAX_FILE_NBYTES, Document, Kind, Place, Spot, member, plain, read
-from offload.documents.problems import complain, explain, nearest
+from offload.documents.problems import complain, explain, nearest, tables_of
 
 __all__ = [
     "MAX_FILE_NBYTES",
@@ -24,5 +24,6 @@ __all__ = [
     "plain",
     "read",
     "sized",
+    "tables_of",
     "words",
 ]

@@ -11,7 +11,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -20,7 +20,7 @@ from offload.documents.load import Document, Place, Spot, member
 from offload.errors import ZhooksError
 from offload.text import one_line, shown
 
-__all__ = ["complain", "explain", "nearest"]
+__all__ = ["complain", "explain", "nearest", "tables_of"]
 
 #: Problems listed before all others are only counted.
 MAX_PROBLEMS = 10
@@ -86,6 +86,17 @@ def nearest(key: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return near[0] if near else None
 
 
+@cache
+def tables_of(schema: type[BaseModel]) -> Mapping[str, type[BaseModel]]:
+    """The tables of a schema, arrays of tables among them: the keys that they are under, and the model of each."""
+    kinds = [
+        (key, kind)
+        for key, field in schema.model_fields.items()
+        for kind in (field.annotation, *typing.get_args(field.annotation))
+    ]
+    return {key: kind for key, kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)}
+
+
 def _place(location: tuple[int | str, ...], schema: type[BaseModel]) -> Place:
     """What of pydantic's location the file knows: no union branches, no positions in lists of plain values."""
     place: list[str] = []
@@ -95,20 +106,10 @@ def _place(location: tuple[int | str, ...], schema: type[BaseModel]) -> Place:
             break
         if isinstance(step, str):
             place.append(step)
-            model = _table(model, step)
+            model = tables_of(model).get(step)
         else:
             place.append(member(step))
     return tuple(place)
-
-
-def _table(model: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """The model of the table ``key``, or of the tables of the array ``key``; None for a plain value."""
-    known = model.model_fields.get(key)
-    kind = known.annotation if known is not None else None
-    for each in (kind, *typing.get_args(kind)):
-        if isinstance(each, type) and issubclass(each, BaseModel):
-            return each
-    return None
 
 
 def _complaint(detail: Mapping[str, Any], place: Place, schema: type[BaseModel]) -> str:
@@ -116,7 +117,7 @@ def _complaint(detail: Mapping[str, Any], place: Place, schema: type[BaseModel])
         return f"expected a table of settings with names for keys, found {shown(detail['input'])}"
     model: type[BaseModel] = schema
     for key in place[:-1]:
-        model = _table(model, key) or model
+        model = tables_of(model).get(key, model)
     key = place[-1]
     if detail["type"] == "extra_forbidden":
         return f"unknown key; {_nearest(place, model, schema)}"
@@ -125,7 +126,7 @@ def _complaint(detail: Mapping[str, Any], place: Place, schema: type[BaseModel])
     if key in model.model_fields:
         extra = model.model_fields[key].json_schema_extra
         expected = extra.get("expected") if isinstance(extra, dict) else None
-        if expected is None and _table(model, key) is not None:
+        if expected is None and key in tables_of(model):
             expected = "a table"
         if detail["type"] == "missing":
             return f"expected {expected}, found nothing; write it"
@@ -159,16 +160,15 @@ def _nearest(place: Place, model: type[BaseModel], schema: type[BaseModel]) -> s
     """Name the tables that have this key, else the closest key of the same table, else one that is much alike in another table,
     else all that are known."""
     key = place[-1]
-    having = [name for name in schema.model_fields if (table := _table(schema, name)) and key in table.model_fields]
+    having = [name for name, table in tables_of(schema).items() if key in table.model_fields]
     if having:
         *some, last = (_label((name, key)) for name in having)
         return f"did you mean {', '.join(some)} or {last}?" if some else f"did you mean {last}?"
     near = nearest(key, model.model_fields)
     if near:
         return f"did you mean {_label((*place[:-1], near))}?" if len(place) == 1 else f"did you mean {near}?"
-    for name in schema.model_fields:
-        table = _table(schema, name)
-        elsewhere = nearest(key, table.model_fields, 0.8) if table else None
+    for name, table in tables_of(schema).items():
+        elsewhere = nearest(key, table.model_fields, 0.8)
         if elsewhere:
             return f"did you mean {_label((name, elsewhere))}?"
     return f"known keys here: {', '.join(model.model_fields)}"

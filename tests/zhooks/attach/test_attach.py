@@ -108,6 +108,8 @@ def test_a_glob_that_matches_nothing_is_warned_of_with_the_closest_names_or_the_
             'It is a key of the policy: policy={"parameter": {"tier": "host"}}, also for gradient and optimizer and activation',
         ),
         ({"precision": "bf16"}, 'It is a key of the policy: policy={"precision": {...}}.'),
+        ({"rule": []}, 'It is a key of the policy: policy={"rule": [{...}]}.'),
+        ({"match": "*.bias"}, 'It is a key of the policy: policy={"rule": [{"match": "*.bias"}]}.'),
         ({"cpu_offload": True}, 'Write policy={"optimizer": {"tier": "host"}}, also for '),
         ({"device": "cuda"}, "Move the model first: model.to(device)."),
         ({"optimizers": None}, "Did you mean optimizer?"),

@@ -6,12 +6,11 @@ writes between the page's marks and never touches the prose around them.
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Iterator
 
 from pydantic import BaseModel
 
-from offload.documents import Table
+from offload.documents import tables_of
 from offload.hardware import Hardware
 from zprof.commands.key_tables import filled, row, writer
 
@@ -20,12 +19,7 @@ __all__ = ["main", "render", "tables"]
 
 def tables() -> dict[str, type[BaseModel]]:
     """The names a mark may have, and the keys of each: "top" for those outside any table."""
-    found: dict[str, type[BaseModel]] = {"top": Hardware}
-    for name, field in Hardware.model_fields.items():
-        for kind in (field.annotation, *typing.get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, Table):
-                found[name] = kind
-    return found
+    return {"top": Hardware, **tables_of(Hardware)}
 
 
 def render(page: str) -> str:
