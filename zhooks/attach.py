@@ -36,7 +36,7 @@ from zhooks.checkpoint import StockState, remove_dead_jobs
 from zhooks.comm import CONTROL, Call, Comm, Progress, all_or_none, meet, open_comm, refuse_unconnected, refused_by_all
 from zhooks.compiled import keep_outside_graphs
 from zhooks.keywords import explained
-from zhooks.optim import Closures, Optimizers, Owners, Rounding, Steps, watch_steps
+from zhooks.optim import Around, Closures, Optimizers, Owners, Rounding, Steps, watch_steps
 from zhooks.plan import DeviceBudget, Plan, Request, StateBudgets, ignored_here, look, read
 from zhooks.planning import Choice, chosen_for
 from zhooks.report import (
@@ -179,31 +179,32 @@ class Attachment(
         begin(runtime.members)
         begin(registries)
         begin(stock)
-        # A step calls them in this order.
         begin(self._optimizers, self._known)
-        begin(self._device_budget)
-        begin(StateBudgets(self._comm, self._units, lambda: self.policy, lambda: self._tiers.limits))
-        begin(scaling, watch_steps)
+        self._state_budgets = StateBudgets(self._comm, self._units, lambda: self.policy, lambda: self._tiers.limits)
+        begin(scaling)
         self._nonfinite = NonFinite(self._comm, self._units, runtime, self._steps, virtual=self._device.type == NAME)
-        begin(self._nonfinite, self.policy, watch_steps)
+        begin(self._nonfinite, self.policy)
         alike = partial(self._optimizers.agreed, "compare replicas")
         self._replica_checks = ReplicaChecks(self._comm, self._bus, self._units, self._steps, alike, self._ignored)
         undo.callback(lambda: self._tiers.end_steps())
-        begin(self._steps, watch_steps)
+        # A step calls them in this order; torch's hooks keep none of them alive.
+        budgets = self._device_budget, self._state_budgets
+        first: tuple[Around, ...] = (self._optimizers, *budgets, scaling, self._nonfinite, self._steps)
+        for around in first:
+            undo.callback(watch_steps(around))
         if self._comm.failure is not None:
             undo.callback(self._comm.failure.ask, None)
             self._comm.failure.ask(self._progress)
         self._tiers.step(self.policy, self._bus, self._units, runtime, self._rounding, self._optimizers)
-        begin(
-            Closures(
-                partial(self._ignored.parameters, self.model), self._comm.world,
-                lambda: self.policy.gradient.reduce == "mean", lambda: runtime.reducer.idle,
-            )
-        )
+        self._closures = Closures(
+            partial(self._ignored.parameters, self.model), self._comm.world,
+            lambda: self.policy.gradient.reduce == "mean", lambda: runtime.reducer.idle,
+        )  # fmt: skip
+        undo.callback(watch_steps(self._closures))
         self._bus.stated_by(self._state_held)
         self._replanning = None if choice is None else self._watched(choice)
         if self._replanning is not None:
-            begin(self._replanning)
+            undo.callback(self._replanning.close)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """For who takes it for a wrapper, as other libraries return one."""

@@ -71,12 +71,6 @@ def stepper_of(attachment: zhooks.Attachment) -> Stepper | None:
     return attachment._tiers.stepper
 
 
-def is_stepped_over_tiers(attachment: zhooks.Attachment) -> bool:
-    """Whether steps of optimizers are still entered for this attachment."""
-    stepper = attachment._tiers.stepper
-    return stepper is not None and bool(stepper._handles)
-
-
 def is_heard(attachment: zhooks.Attachment) -> bool:
     """Whether any observer is told of this attachment's events."""
     return attachment._bus.active

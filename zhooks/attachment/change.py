@@ -288,7 +288,7 @@ class Changeable:
         """The parts of the runtime are under another policy."""
         self._casts.open(chosen.precision, charted)
         self._runtime.scaling.change(chosen.precision)
-        self._nonfinite.follow(chosen)
+        self._nonfinite.open(chosen)
         self._runtime.reducer.change(
             most=chosen.schedule.most_reductions,
             unreduced=self._table.accumulates_unreduced,

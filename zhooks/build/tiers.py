@@ -82,7 +82,6 @@ class Tiers:
         """Step ``optimizers`` from now on, as ``policy`` says; ``units`` may change under it."""
         runtime.reducer.update_early(None)
         self.stepper = Stepper(open_whole(policy, bus, runtime, optimizers, InMemory()), None, runtime.due)
-        self.stepper.open()
 
     def end_steps(self) -> None:
         """Leave optimizers to torch again."""
@@ -249,9 +248,7 @@ def open_stepper(
         overlap = Overlap(updater, optimizers, worker, rank=axis.ranks[axis.rank])
     reducer.update_early(overlap)
     whole = open_whole(policy, bus, runtime, optimizers, OverTiers(store, ahead=min(policy.schedule.prefetch, 1)))
-    stepper = Stepper(whole, updater, runtime.due, overlap)
-    stepper.open()
-    return stepper
+    return Stepper(whole, updater, runtime.due, overlap)
 
 
 def open_whole(policy: Policy, bus: Bus, runtime: Runtime, optimizers: Optimizers, tiers: InMemory) -> WholeUpdater:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
-from torch.utils.hooks import RemovableHandle
 
 from offload.errors import CheckpointError, ScaleError, ShardedOpError
 from offload.events import Bus
@@ -87,16 +86,14 @@ class Scaling:
         # What the stages have told each other's GradScalers.
         self._elsewhere = False
         self._undo: Callable[[], None] | None = None
-        self._handles: list[RemovableHandle] = []
 
     @property
     def on(self) -> bool:
         """The policy sets a loss scale."""
         return self.scale.rules.loss_scale is not None
 
-    def open(self, watch_steps: Callable[[Scaling], list[RemovableHandle]]) -> None:
-        """Be called around every optimizer's step from now on; before whoever else is."""
-        self._handles = watch_steps(self)
+    def open(self) -> None:
+        """Steps are called around from now on."""
         _open.add(self)
 
     def close(self) -> None:
@@ -104,8 +101,6 @@ class Scaling:
         # Kept graphs and tensors refer to this, and must not keep the attachment.
         self._passes, self._gradients = NoPasses(), ()
         self._restore()
-        while self._handles:
-            self._handles.pop().remove()
 
     # What enters and leaves the model.
 

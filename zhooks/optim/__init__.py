@@ -12,7 +12,7 @@ from zhooks.optim.owned_states import OwnedStates, flags_of, nbytes_of, plain_pa
 from zhooks.optim.owners import Owners, Whole
 from zhooks.optim.rounding import Rounding, check_rounding
 from zhooks.optim.states import sharded_states, state_keys, states_of
-from zhooks.optim.step_hooks import Stepper, watch_steps
+from zhooks.optim.step_hooks import Around, Stepper, watch_steps
 from zhooks.optim.steps import Steps
 from zhooks.optim.stored_states import plain_states_of
 from zhooks.optim.tiered_update import Updater
@@ -22,6 +22,7 @@ from zhooks.optim.whole_tiers import InMemory, OverTiers
 from zhooks.optim.whole_update import WholeUpdater
 
 __all__ = [
+    "Around",
     "Closures",
     "InMemory",
     "Optimizers",

@@ -1,6 +1,6 @@
 """Closures of optimizers that decide by the loss: all ranks are given one value, that of the loss the gradients are of.
 
-``attach.py`` opens it; torch's step hooks call it before every step.  It never calls a closure itself, and leaves those alone
+``attach.py`` makes it; torch's step hooks call it before every step.  It never calls a closure itself, and leaves those alone
 whose optimizer could do without.
 
 Note: [One value]
@@ -19,10 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from zhooks.comm import CONTROL, Call, Transport
-from zhooks.optim.step_hooks import watch_steps
 
 __all__ = ["Closures", "closure_of"]
 
@@ -41,15 +39,6 @@ class Closures:
         self, params: Callable[[], Iterable[Tensor]], world: Transport, mean: Callable[[], bool], idle: Callable[[], bool]
     ) -> None:
         self._params, self._world, self._mean, self._idle = params, world, mean, idle
-        self._handles: list[RemovableHandle] = []
-
-    def open(self) -> None:
-        """Be called before every optimizer's step from now on."""
-        self._handles = watch_steps(self)
-
-    def close(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """torch's pre-hook: the arguments with another closure, or None."""

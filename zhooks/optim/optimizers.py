@@ -35,7 +35,6 @@ from offload.errors import CheckpointError, DivergenceError, ShardedOpError
 from zhooks.comm import CONTROL, AllRanks, Call, Facts, Transport, disagreement, text_digest
 from zhooks.optim.owned_states import OwnedStates, tensors_in
 from zhooks.optim.owners import Owners
-from zhooks.optim.step_hooks import watch_steps
 from zhooks.tensor import ParamShard, ShardedTensor, ShardedVector
 
 __all__ = ["Optimizers", "about_state", "holders", "optimizer_facts", "partitions"]
@@ -93,10 +92,9 @@ class Optimizers:
         self._handles: list[RemovableHandle] = []
 
     def open(self, known: Iterable[Optimizer]) -> None:
-        """Be called by every step from now on; those in ``known`` are known already."""
+        """Those in ``known`` are known already."""
         for optimizer in known:
             self.admit(optimizer)
-        self._handles.extend(watch_steps(self))
 
     def close(self) -> None:
         while self._handles:

@@ -19,7 +19,6 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from offload.errors import ShardedOpError
 from zhooks.grad import running
@@ -30,7 +29,7 @@ from zhooks.optim.tiered_update import Updater
 from zhooks.optim.whole_update import WholeUpdater
 from zhooks.tensor import ShardedTensor
 
-__all__ = ["Stepper", "watch_steps"]
+__all__ = ["Around", "Stepper", "watch_steps"]
 
 
 class Stepper:
@@ -51,18 +50,13 @@ class Stepper:
         self._undo: Callable[[], None] | None = None
         #: The outer step, as torch calls it: what is left of it is the optimizer's own.
         self._outer: FrameType | None = None
-        self._handles: list[RemovableHandle] = []
-
-    def open(self) -> None:
-        """Be called around every optimizer's step from now on."""
-        self._handles = watch_steps(self)
+        self._unwatch = watch_steps(self)
 
     def close(self) -> None:
         self.restore()
         if self.overlap is not None:
             self.overlap.close()
-        while self._handles:
-            self._handles.pop().remove()
+        self._unwatch()
 
     def restore(self) -> None:
         """Give an optimizer its parameters back, when its own step raised in between."""
@@ -162,16 +156,16 @@ class Around(Protocol):
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None: ...
 
 
-#: What torch was given for steppers, some of which may have gone without ``close``.
-_watching: list[tuple[weakref.ref[Around], list[RemovableHandle]]] = []
+#: What ends the hooks of steppers, some of which may have gone without.
+_watching: list[tuple[weakref.ref[Around], Callable[[], None]]] = []
 
 
-def watch_steps(stepper: Around) -> list[RemovableHandle]:
-    """Have torch call a stepper as long as it lives: torch's table must not keep a model that everybody has let go."""
+def watch_steps(stepper: Around) -> Callable[[], None]:
+    """Have torch call a stepper until what is returned is called, and as long as it lives: torch's table must not keep a model
+    that everybody has let go."""
     for entry in [entry for entry in _watching if entry[0]() is None]:
         _watching.remove(entry)
-        for handle in entry[1]:
-            handle.remove()
+        entry[1]()
     me = weakref.ref(stepper)
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -183,9 +177,14 @@ def watch_steps(stepper: Around) -> list[RemovableHandle]:
         if alive is not None:
             alive.after(optimizer, args, kwargs)
 
-    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-    _watching.append((me, handles))
-    return handles
+    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+
+    def unwatch() -> None:
+        for handle in handles:
+            handle.remove()
+
+    _watching.append((me, unwatch))
+    return unwatch
 
 
 def _arguments(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

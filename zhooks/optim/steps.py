@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from offload.errors import DivergenceError
 
@@ -36,14 +35,6 @@ class Steps:
         self._params = params
         self.count, self.under_way, self.dropped = 0, "", False
         self.number, self._made = 0, False
-        self._handles: list[RemovableHandle] = []
-
-    def open(self, watch: Callable[[Any], list[RemovableHandle]]) -> None:
-        self._handles = watch(self)
-
-    def close(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.ours(optimizer):

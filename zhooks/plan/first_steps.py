@@ -10,17 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from zhooks.grad import in_backward
-from zhooks.optim import watch_steps
 from zhooks.unit import Unit
 
 __all__ = ["FirstSteps"]
 
 
 class FirstSteps:
-    """Torch calls it around every optimizer's step while it is open.
+    """Called around every optimizer's step (``watch_steps``).
 
     Args:
         units: the attachment's own list.
@@ -30,15 +28,6 @@ class FirstSteps:
         self._units = units
         # How many groups of parameters each had when it was counted: a step with more counts it again.
         self._counted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._handles: list[RemovableHandle] = []
-
-    def open(self) -> None:
-        """Be called around every optimizer's step from now on."""
-        self._handles = watch_steps(self)
-
-    def close(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """torch's pre-hook.  Collective at the first step of an optimizer that holds parameters of the model, and at the first

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from offload.device import open_device
 from offload.events import Bus, Event
@@ -99,21 +98,16 @@ class Replanning:
         self._choice, self._comm, self._bus, self._quiet, self._optimizers = choice, comm, bus, quiet, optimizers
         self._placed, self._change, self._tell = placed, change, tell
         self._seam = open_device(choice.request.device)
-        self._handles: list[RemovableHandle] = []
         self._ours = {id(param) for param in choice.request.model.parameters()}
         self._steps, self._stepped, self._highest, self._over = 0, False, 0, False
         self._closures = False
-
-    def open(self) -> None:
-        """Follow the steps from now on."""
-        self._handles = watch_steps(self)
+        self._unwatch = watch_steps(self)
 
     def close(self) -> None:
         """It is over: another policy was applied, or the model is detached."""
         if not self._over:
             self._over = True
-            while self._handles:
-                self._handles.pop().remove()
+            self._unwatch()
             self._bus.detach(self)
             self._seam.close()
 

@@ -236,7 +236,7 @@ class PassesProbe(Probe):
         self.found: Callable[[], None] = lambda: None
         self._added, self._passes = False, 0
         self._first = self._last = 0.0
-        self._handles = watch_steps(self)
+        self._unwatch = watch_steps(self)
 
     def adds(self) -> None:
         if self._added:
@@ -293,5 +293,4 @@ class PassesProbe(Probe):
 
     def close(self) -> None:
         self._end()
-        while self._handles:
-            self._handles.pop().remove()
+        self._unwatch()

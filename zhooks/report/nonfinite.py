@@ -55,21 +55,13 @@ class NonFinite:
         # Some rank's gradient was not finite, and gradients have not been found finite since; where it came up here.
         self._bad, self._fresh, self._origin = False, False, {"made": "", "sent": ""}
         self._hooks: RemovableHandle | None = None
-        self._handles: list[RemovableHandle] = []
 
-    def open(self, policy: Policy, watch_steps: Callable[[Any], list[RemovableHandle]]) -> None:
-        """Be called around every optimizer's step from now on, and look where the policy says so."""
-        self._handles = watch_steps(self)
-        self.follow(policy)
+    def open(self, policy: Policy) -> None:
+        """Look where the policy says so, from now on or, between steps, instead of where another one did."""
+        self._look(policy.resilience.nonfinite == "name" and not self._virtual)
 
     def close(self) -> None:
         self._look(False)
-        while self._handles:
-            self._handles.pop().remove()
-
-    def follow(self, policy: Policy) -> None:
-        """Another policy, between steps."""
-        self._look(policy.resilience.nonfinite == "name" and not self._virtual)
 
     def _look(self, now: bool) -> None:
         if now is (self._hooks is not None):

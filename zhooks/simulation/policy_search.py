@@ -24,6 +24,7 @@ from offload.policy import Policy
 from offload.text import as_size, counted, one_line
 from offload.tier import Tier, Tiers
 from offload.virtual import running
+from zhooks.optim import watch_steps
 from zhooks.planning import (
     TIE,
     Batch,
@@ -228,6 +229,8 @@ class _Space:
     def _simulated(self, candidate: Candidate, batch: Batch | None) -> tuple[Simulation, Watch] | Outcome:
         """Its step with this batch, and what that was busy with; why there is none."""
         watch = Watch()
+        # Before those that attach later.
+        unwatch = watch_steps(watch)
 
         def build(*mesh: DeviceMesh) -> Any:
             watch.open(running())
@@ -256,7 +259,7 @@ class _Space:
             self.tell(f"{candidate}: {said(error)}")
             return Outcome(0.0, self.needs.of(candidate).stored, said(error))
         finally:
-            watch.close()
+            unwatch()
         return found, watch
 
     def proposal(self, candidate: Candidate, memory: Memory) -> Proposal:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from offload.virtual import ACCELERATOR, Access, Happening, Machine, Moment, Stream
-from zhooks.optim import watch_steps
 from zhooks.simulation.measure import covered, merged
 
 __all__ = ["RESOURCES", "Watch"]
@@ -44,7 +43,6 @@ class Watch:
     _machine: Machine | None = None
     _counts: bool = False
     _updating: bool = False
-    _handles: list[Any] = field(default_factory=list)
 
     @property
     def passes_s(self) -> float:
@@ -52,14 +50,9 @@ class Watch:
         return covered(merged(self._spans))
 
     def open(self, machine: Machine) -> None:
-        """Follow this machine; torch calls it around every step of an optimizer, before those that attach later."""
+        """Follow this machine."""
         self._machine = machine
         machine.listeners.append(self)
-        self._handles = watch_steps(self)
-
-    def close(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
 
     def begin(self) -> None:
         """A step begins: what was seen before does not count."""

@@ -52,8 +52,8 @@ LATER = (
     "zhooks.tensor.sharded.Registries.open",
     "zhooks.checkpoint.torch_state_dict.StockState.open",
     "zhooks.optim.optimizers.Optimizers.open",
-    "zhooks.plan.device_budget.DeviceBudget.open",
     "zhooks.grad.scaling.Scaling.open",
+    "zhooks.attach.watch_steps",
     "zhooks.build.tiers.open_stepper",
     "offload.events.Bus.stated_by",
 )
