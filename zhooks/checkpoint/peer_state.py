@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import xxhash
@@ -36,8 +36,6 @@ __all__ = ["Ask", "OfferedState", "PeerLostError", "extra_of", "replica_facts", 
 
 Ask = Callable[[str, int, int], Tensor]
 """Given a tensor's name, a first element and a number of them: those, 1-D on the CPU, from a peer."""
-
-T = TypeVar("T")
 
 
 class PeerLostError(CheckpointError):
@@ -208,24 +206,8 @@ def take_over(run: RunState, where: str, header: Mapping[str, Any], ask: Ask, fa
             )
         return replace(loading, rng=generators(run.devices))
 
-    loading = _together(ranks, checked)
-    follow = _together(ranks, lambda: run.scaling.checked(header["about"]))
-    _together(ranks, loading.hand_over)
-    _together(ranks, loading.apply)
+    loading = ranks.run(checked, PeerLostError)
+    follow = ranks.run(lambda: run.scaling.checked(header["about"]), PeerLostError)
+    ranks.run(loading.hand_over, PeerLostError)
+    ranks.run(loading.apply, PeerLostError)
     follow()
-
-
-def _together(ranks: AllRanks, step: Callable[[], T]) -> T:
-    """A step that fails on all ranks or on none, and as the loss of a peer where it is one."""
-    results: Sequence[T] = ()
-    problem: Exception | None = None
-    try:
-        results = (step(),)
-    except Exception as error:
-        problem = error
-    failure = ranks.first_failure(problem)
-    if failure is None:
-        return results[0]
-    failed, kind, why = failure
-    text = why if ranks.size == 1 else f"rank {failed}: {why}"
-    raise (PeerLostError if kind == PeerLostError.__name__ else CheckpointError)(text) from problem

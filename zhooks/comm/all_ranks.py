@@ -49,9 +49,11 @@ class AllRanks:
     def first(self) -> bool:
         return self.rank == 0
 
-    def run(self, step: Callable[[], T]) -> T:
+    def run(self, step: Callable[[], T], *kinds: type[CheckpointError]) -> T:
         """Take ``step`` on every rank.  Collective.
 
+        Args:
+            *kinds: errors that stay of their kind on every rank.
         Raises:
             CheckpointError: it failed on some rank; every rank raises the first failing rank's reason.
         """
@@ -63,8 +65,9 @@ class AllRanks:
         failure = self.first_failure(problem)
         if failure is None:
             return results[0]
-        failed, _, why = failure
-        raise CheckpointError(why if self.size == 1 else f"rank {failed}: {why}") from problem
+        failed, name, why = failure
+        kind = next((kind for kind in kinds if kind.__name__ == name), CheckpointError)
+        raise kind(why if self.size == 1 else f"rank {failed}: {why}") from problem
 
     def first_failure(self, problem: Exception | None) -> tuple[int, str, str] | None:
         """The first rank of those that come here with a problem, its kind of error and the reason; None where none does.
