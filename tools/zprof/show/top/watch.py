@@ -155,12 +155,7 @@ class Watch:
             found += 1
             if found > _MOST_FOUND:
                 return
-            try:
-                self._follow(path)
-            except TraceError as error:
-                self._problems[path] = str(error)
-            else:
-                self._problems.pop(path, None)
+            self._try_to_follow(path)
 
     def _follow(self, path: Path) -> None:
         # Late: it needs numpy, which costs more than all of a start.
@@ -176,12 +171,12 @@ class Watch:
             self._problems[path] = str(error)
             self._runs.pop(path).close()
             if not self._find:
-                self._again(path)
+                self._try_to_follow(path)
             return None
         # What was only found is shown while it records; a file that was asked for, always.
         return None if self._find and seen.state != "recording" else seen
 
-    def _again(self, path: Path) -> None:
+    def _try_to_follow(self, path: Path) -> None:
         try:
             self._follow(path)
         except TraceError as error:
