@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import click
 
 from offload.errors import CapabilityError
-from offload.text import parse_duration, shown_path
+from offload.text import shown_path
+from zprof.commands import options
 from zprof.problem import Misuse, Problem, problem_of
 
 if TYPE_CHECKING:
@@ -29,15 +30,7 @@ _GRACE_S = 15.0
 _LOOK_S = 0.1
 
 
-def _duration(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    if value is None:
-        return None
-    seconds = 0.0
-    with suppress(ValueError):
-        seconds = parse_duration(value, bare="s") / 1e9
-    if not 0.5 <= seconds <= 3600:
-        raise click.BadParameter(f"{value!r}: expected 500ms to 1h, such as 30s or 2min")
-    return seconds
+_duration = options.seconds(0.5, 3600, "500ms to 1h, such as 30s or 2min")
 
 
 @click.command()

@@ -6,27 +6,15 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Literal
 
 import click
 
 from zprof.commands.naming import named_or_latest
+from zprof.commands.options import at_step
 
 __all__ = ["flamegraph"]
-
-_STEP = re.compile(r"step:(\d{1,9})", re.ASCII)
-
-
-def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
-    """The step's number; None for the peak of the whole run."""
-    if value == "peak":
-        return None
-    found = _STEP.fullmatch(value)
-    if not found:
-        raise click.BadParameter(f"{value!r}: expected peak, or step:N such as step:0")
-    return int(found[1])
 
 
 @click.command()
@@ -37,7 +25,7 @@ def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
     default="peak",
     show_default=True,
     metavar="peak|step:N",
-    callback=_at,
+    callback=at_step,
     help="The moment: each tier's peak in the run, or in step N, counted from 0.",
 )
 @click.option(

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from offload.text import counted, one_line, parse_duration
+from offload.text import counted, one_line
+from zprof.commands.options import seconds
 from zprof.problem import BudgetProblem, CapabilityProblem, Misuse, Problem
 
 if TYPE_CHECKING:
@@ -30,15 +30,7 @@ _SAMPLES = 6
 _MOST_LISTED = 12
 
 
-def _seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    if value is None:
-        return None
-    seconds = 0.0
-    with suppress(ValueError):
-        seconds = parse_duration(value, bare="s") / 1e9
-    if not 0.1 <= seconds <= 3600:
-        raise click.BadParameter(f"{value!r}: expected 100ms to 3600s, such as 2s or 1min")
-    return seconds
+_seconds = seconds(0.1, 3600, "100ms to 3600s, such as 2s or 1min")
 
 
 @click.command()

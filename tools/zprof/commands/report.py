@@ -7,29 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import json
-import re
 from typing import Any
 
 import click
 
 from zprof.commands.naming import named_or_latest
+from zprof.commands.options import at_step
 from zprof.problem import Misuse, Problem
 
 __all__ = ["report"]
 
 #: Of mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_STEP = re.compile(r"step:(\d{1,9})", re.ASCII)
-
-
-def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
-    """The step's number; None for the peak of the whole run."""
-    if value == "peak":
-        return None
-    found = _STEP.fullmatch(value)
-    if not found:
-        raise click.BadParameter(f"{value!r}: expected peak, or step:N such as step:0")
-    return int(found[1])
 
 
 @click.command()
@@ -48,7 +37,7 @@ def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
     default="peak",
     show_default=True,
     metavar="peak|step:N",
-    callback=_at,
+    callback=at_step,
     help="The moment: each tier's peak in the run, or in step N, counted from 0. Operators are those of the window of steps "
     "that contains it, otherwise of the first window.",
 )

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from offload.regular_files import open_regular
-from offload.text import parse_duration
 from zprof.commands.naming import RUN, output_of
+from zprof.commands.options import seconds
 from zprof.problem import Misuse
 from zprof.recording.chosen import AUTO
 from zprof.recording.recorder import LEVELS, Children, Level, ranks
@@ -51,8 +51,6 @@ _LAUNCHER_MODULES = {
     "deepspeed.launcher.runner": "deepspeed",
 }
 _ADDRESS = re.compile(r"(?:(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^:\[\]\s]+)):)?(?P<port>\d{1,5})", re.ASCII)
-_SHORTEST_S, _LONGEST_S = 0.001, 3600.0
-_SHORTEST_PATIENCE_S, _LONGEST_PATIENCE_S = 0.1, 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +61,8 @@ class _Seen:
     changed_ns: int
 
 
-def _interval(ctx: click.Context, param: click.Parameter, value: str) -> float:
-    """100ms, 1s, 0.5s: seconds."""
-    seconds = 0.0
-    with suppress(ValueError):
-        seconds = parse_duration(value) / 1e9
-    if not _SHORTEST_S <= seconds <= _LONGEST_S:
-        raise click.BadParameter(f"{value!r}: expected a time from 1ms to 3600s, such as 100ms or 1s")
-    return seconds
-
-
-def _patience(ctx: click.Context, param: click.Parameter, value: str | None) -> float:
-    """10min, 90s: seconds; 0 where it was not asked for."""
-    if value is None:
-        return 0.0
-    seconds = 0.0
-    with suppress(ValueError):
-        seconds = parse_duration(value) / 1e9
-    if not _SHORTEST_PATIENCE_S <= seconds <= _LONGEST_PATIENCE_S:
-        raise click.BadParameter(f"{value!r}: expected a time from 100ms to 24h, such as 90s or 10min")
-    return seconds
+_interval = seconds(0.001, 3600, "a time from 1ms to 3600s, such as 100ms or 1s", bare="")
+_patience = seconds(0.1, 86400, "a time from 100ms to 24h, such as 90s or 10min", bare="")
 
 
 def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
@@ -202,7 +182,7 @@ def run(
     interval: float,
     children: Children | Literal["record"],
     live: bool,
-    hang_after: float,
+    hang_after: float | None,
     stacks_on: str | None,
     prometheus: tuple[str, int] | None,
     prometheus_file: str | None,
@@ -243,7 +223,7 @@ def run(
         interval,
         children=children,
         watcher=os.getpid(),
-        hang_after_s=hang_after,
+        hang_after_s=hang_after or 0.0,
         stacks_on=number,
         ops_steps=ops_steps,
         ops_stack=ops_stack,

@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import click
 
-from offload.text import parse_duration
+from zprof.commands.options import seconds
 from zprof.show.top.view import as_text, drawn, sheets
 from zprof.show.top.watch import Look, Watch
 
@@ -23,13 +22,7 @@ __all__ = ["top"]
 _GLANCE_S = 0.2
 
 
-def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
-    seconds = 0.0
-    with suppress(ValueError):
-        seconds = parse_duration(value, bare="s") / 1e9
-    if not 0.05 <= seconds <= 3600:
-        raise click.BadParameter(f"{value!r}: expected 50ms to 3600s, such as 500ms or 2s")
-    return seconds
+_seconds = seconds(0.05, 3600, "50ms to 3600s, such as 500ms or 2s")
 
 
 @click.command()
