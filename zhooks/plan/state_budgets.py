@@ -1,24 +1,27 @@
 """``[budget] host`` and ``disk`` against the states that an optimizer places there: at its first step, all of them at once.
 
-torch's step hooks ask, so that what does not fit is refused in one sum before anything is updated.  It allocates nothing; what
-cannot be counted ahead, the tiers admit block by block.
+torch's step hooks ask, so that what does not fit is refused in one sum before anything is updated: states, and in host memory
+also what passes to and from the disk at once.  It allocates nothing; what cannot be counted ahead, the tiers admit block by
+block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch.optim import Optimizer
 
+from offload.device import computes_on_host
 from offload.errors import BudgetError
 from offload.policy import Policy
 from offload.text import as_enough, as_size
 from offload.tier import Tier
 from zhooks.comm import Comm, least
 from zhooks.layout import UnitPlan
-from zhooks.optim import grad_of
+from zhooks.optim import OwnedStates, grad_of
 from zhooks.plan.first_steps import FirstSteps
-from zhooks.plan.state_sizes import stored_states
+from zhooks.plan.state_sizes import Stored, stored_states
+from zhooks.plan.tiers import PASSING, SMALLER_UNITS, in_all
 from zhooks.unit import Unit
 
 __all__ = ["StateBudgets"]
@@ -60,15 +63,23 @@ class StateBudgets(FirstSteps):
         policy, plans = self._policy(), [unit.plan for unit in self._units]
         wide = policy.optimizer.rounding == "stochastic"
         found = {optimizer: stored_states(optimizer, plans, tier, wide=wide) for optimizer in optimizers}
-        kept = _kept(plans, tier, overlap=policy.optimizer.overlap)
-        spare = least(self._comm.stage, limit - kept - sum(stored.nbytes for stored in found.values()))
+        kept, passing = _kept(plans, tier, overlap=policy.optimizer.overlap), 0
+        if tier is Tier.HOST:
+            on_disk = {optimizer: stored_states(optimizer, plans, Tier.DISK, wide=wide) for optimizer in optimizers}
+            passing = max(nbytes for each, stored in on_disk.items() for nbytes in _passing(each, stored, policy, plans))
+        spare = least(self._comm.stage, limit - kept - passing - sum(stored.nbytes for stored in found.values()))
         assert spare is not None
-        states = limit - kept - spare
-        if spare < 0 < states:
+        states = limit - kept - passing - spare
+        if spare < 0 < states + passing:
             names = {type(optimizer).__name__ for optimizer, stored in found.items() if stored.nbytes}
-            passing = tier is Tier.HOST and _passes_through(policy, self._units)
-            more = passing or policy.optimizer.overlap or any(stored.least for stored in found.values())
-            raise _refusal(tier, limit, kept, states, ", ".join(sorted(names)), more=more)
+            needed = {
+                "the parameters, masters and gradients stored there": kept,
+                f"{PASSING} in the update of one unit": passing,
+                f"the states of {', '.join(sorted(names))}": states,
+            }
+            beside = tier is Tier.HOST and _passes_through(policy, self._units)
+            more = beside or policy.optimizer.overlap or any(stored.least for stored in found.values())
+            raise _refusal(tier, limit, needed, _REMEDIES[tier] if states else SMALLER_UNITS, more=more)
 
 
 def _kept(plans: Sequence[UnitPlan], tier: Tier, *, overlap: bool) -> int:
@@ -82,6 +93,26 @@ def _kept(plans: Sequence[UnitPlan], tier: Tier, *, overlap: bool) -> int:
     return kept
 
 
+def _passing(optimizer: Optimizer, states: Stored, policy: Policy, plans: Iterable[UnitPlan]) -> Iterator[int]:
+    """Of each update that the optimizer's step makes, flat by flat, the least that has to be in host memory of what is on the
+    disk; ``states``: those that are there."""
+    yield 0
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for unit in plans:
+        for flat in unit.flats:
+            mine = [param for param in unit.params(flat) if id(param) in held and grad_of(param) is not None]
+            if not mine or any(isinstance(optimizer.state.get(param), OwnedStates) for param in mine):
+                # Nothing is updated, or whole parameters, in rounds of their own.
+                continue
+            cells = [cell.on(Tier.DISK) for cell in flat.footprint()]
+            moved = policy.optimizer.compute == "host" and flat.kind.tiers.optimizer is not Tier.DEVICE
+            if moved or computes_on_host(flat.kind.device):
+                yield sum(cells) + states.by_flat.get(flat.number, 0)
+            else:
+                # On their way to the device, one after the other.
+                yield max(cells)
+
+
 def _passes_through(policy: Policy, units: Sequence[Unit]) -> bool:
     """Host memory holds more than what is stored there: buffers of the disk's, or activations."""
     cells = (cell for unit in units for flat in unit.plan.flats for cell in flat.footprint())
@@ -89,17 +120,11 @@ def _passes_through(policy: Policy, units: Sequence[Unit]) -> bool:
     return policy.activation.tier != "device" or Tier.DISK in states or any(cell.on(Tier.DISK) for cell in cells)
 
 
-def _refusal(tier: Tier, limit: int, kept: int, states: int, of: str, *, more: bool) -> BudgetError:
-    """The error, with the sum of all that is to be stored; ``more``: which is not all that the tier will hold."""
-    total, at_least = kept + states, "at least " if more else ""
-    what = f"the states of {of}, {at_least}{as_size(total)} per rank"
-    if kept:
-        what = (
-            f"the parameters, masters and gradients stored there, {as_size(kept)}, and for the states of {of}, "
-            f"{as_size(states)}: {at_least}{as_size(total)} in all per rank"
-        )
+def _refusal(tier: Tier, limit: int, needed: Mapping[str, int], remedy: str, *, more: bool) -> BudgetError:
+    """The error, with the sum of all that is needed; ``more``: which is not all that the tier will hold."""
+    total, at_least = sum(needed.values()), "at least " if more else ""
     return BudgetError(
-        f"[budget] {tier.value}: expected memory for {what}, found {as_size(limit)}, {as_size(total - limit)} short. Raise it "
-        f"to {at_least}{as_enough(total)}, or {_REMEDIES[tier]}. Nothing has been updated: call attachment.apply(policy), then "
-        "repeat the optimizer's step."
+        f"[budget] {tier.value}: expected memory for {in_all(needed, at_least)}, found {as_size(limit)}, "
+        f"{as_size(total - limit)} short. Raise it to {at_least}{as_enough(total)}, or {remedy}. Nothing has been updated: "
+        "call attachment.apply(policy), then repeat the optimizer's step."
     )

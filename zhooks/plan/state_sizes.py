@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,11 +78,16 @@ class Stored:
     """Bytes of states that a rank stores on one tier, or will once a step is made.
 
     Attributes:
+        by_flat: bytes by the number of the flat that they are of.
         least: some could not be counted, so that there are, or will be, more.
     """
 
-    nbytes: int
+    by_flat: Mapping[int, int]
     least: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.by_flat.values())
 
 
 def stored_states(optimizer: Optimizer, units: Sequence[UnitPlan], tier: Tier, *, wide: bool = False) -> Stored:
@@ -99,7 +104,7 @@ def stored_states(optimizer: Optimizer, units: Sequence[UnitPlan], tier: Tier, *
     ]
     places = {param: (groups[id(param)], _updated(param, wide=wide), param.dim()) for _, params in flats for param in params}
     made = _made(optimizer, {place for param, place in places.items() if not optimizer.state.get(param)})
-    nbytes, least = 0, made is None
+    by_flat, least = dict[int, int](), made is None
     for flat, params in flats:
         # A state has one block a flat, as long as the flat's range.
         widest = 0
@@ -113,8 +118,8 @@ def stored_states(optimizer: Optimizer, units: Sequence[UnitPlan], tier: Tier, *
                 least = True
             elif made is not None:
                 widest = max(widest, made[places[param]])
-        nbytes += flat.shard_numel * widest
-    return Stored(nbytes, least)
+        by_flat[flat.number] = flat.shard_numel * widest
+    return Stored(by_flat, least)
 
 
 def _updated(param: nn.Parameter, *, wide: bool) -> torch.dtype:

@@ -23,7 +23,11 @@ from zhooks.layout import UnitPlan
 from zhooks.optim import check_rounding
 from zhooks.plan.layouts import STAGED_NBYTES
 
-__all__ = ["Admission", "Need", "admit", "admit_any", "check_change", "limit_of", "needs"]
+__all__ = ["PASSING", "SMALLER_UNITS", "Admission", "Need", "admit", "admit_any", "check_change", "in_all", "limit_of", "needs"]
+
+#: Host memory for what nothing but transfers need there, and what makes it less, as errors say it.
+PASSING = "what passes to and from the disk"
+SMALLER_UNITS = "name smaller units in [units]"
 
 #: Arrays of a unit that an update works on (masters, gradient, two moments), for this unit and the next; write-backs of the
 #: one before are waited for.
@@ -32,20 +36,31 @@ _STAGED = 8
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes a rank will hold off the device, as far as they are known before the optimizer has made its states."""
+    """Bytes a rank will hold off the device, as far as they are known before the optimizer has made its states.
+
+    Attributes:
+        largest: of a flat's share of masters, the most.
+        passing: the least of host memory that the disk's values pass through: a flat's masters with their copy in the compute
+            dtype, or its gradient.
+    """
 
     off_device: Mapping[Tier, int]
     largest: int
+    passing: int
 
 
 def needs(units: Sequence[UnitPlan]) -> Need:
-    """Parameters, masters and gradients by tier, and the largest flat's share of masters, in bytes of a rank."""
+    """What parameters, masters and gradients need."""
     flats = [flat for unit in units for flat in unit.flats]
-    cells = [cell for flat in flats for cell in flat.footprint()]
+    footprints = [flat.footprint() for flat in flats]
+    cells = [cell for footprint in footprints for cell in footprint]
     off_device = {tier: sum(cell.on(tier) for cell in cells) for tier in (Tier.HOST, Tier.DISK)}
     # A flat is of one parameter, or of at most so many bytes.
     masters = [(max(max(flat.layout.numels) * flat.kind.master.itemsize, STAGED_NBYTES), flat.ranks) for flat in flats]
-    return Need(off_device, max((-(-nbytes // ranks) for nbytes, ranks in masters), default=0))
+    largest = max((-(-nbytes // ranks) for nbytes, ranks in masters), default=0)
+    on_disk = [[cell.on(Tier.DISK) for cell in footprint] for footprint in footprints]
+    passing = max((max(parameter + masters, gradient) for parameter, gradient, masters in on_disk), default=0)
+    return Need(off_device, largest, passing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +163,23 @@ def limit_of(policy: Policy, tier: Tier, seam: Device, comm: Comm) -> int | None
 def _check_limits(limits: Mapping[Tier, int | None], need: Need) -> None:
     for tier, nbytes in need.off_device.items():
         limit = limits[tier]
-        if limit is not None and nbytes > limit:
+        needed = {"the parameters, masters and gradients to be stored there": nbytes}
+        if tier is Tier.HOST:
+            needed[PASSING] = need.passing
+        total = sum(needed.values())
+        if limit is not None and total > limit:
             raise BudgetError(
-                f"[budget] {tier.value}: expected memory for the parameters, masters and gradients to be stored there, "
-                f"{as_size(nbytes)} per rank, found {as_size(limit)}, {as_size(nbytes - limit)} short. Raise it to at least "
-                f"{as_enough(nbytes)} (states of the optimizer come on top if they are stored there too), or change the tier "
-                "of [parameter] or [gradient] (of [optimizer] where [precision] param is 16 bit: its masters)."
+                f"[budget] {tier.value}: expected memory for {in_all(needed)}, found {as_size(limit)}, "
+                f"{as_size(total - limit)} short. Raise it to at least {as_enough(total)} (states of the optimizer come on top "
+                "if they are stored there too), or change the tier of [parameter] or [gradient] (of [optimizer] where "
+                f"[precision] param is 16 bit: its masters){f', or {SMALLER_UNITS}' if total > nbytes else ''}."
             )
+
+
+def in_all(needed: Mapping[str, int], at_least: str = "") -> str:
+    """What a rank needs memory for, the bytes of each, and their sum."""
+    parts = [f"{what}, {as_size(nbytes)}" for what, nbytes in needed.items() if nbytes]
+    total = f"{at_least}{as_size(sum(needed.values()))}"
+    if len(parts) < 2:
+        return f"{next(what for what, nbytes in needed.items() if nbytes)}, {total} per rank"
+    return f"{', for '.join(parts[:-1])}, and for {parts[-1]}: {total} in all per rank"

@@ -139,6 +139,47 @@ def test_a_budget_that_states_outgrow_is_refused_before_the_step_with_the_sum_th
     attachment.detach()
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("param", [None, "bf16"])
+@pytest.mark.parametrize("cells", ["disk", "states", "gradients"])
+def test_host_memory_that_one_unit_passes_through_on_its_way_from_the_disk_is_in_the_sums_of_attach_and_step(
+    tmp_path: Path, cells: str, param: str | None, stage: int
+) -> None:
+    where = {"disk": ("parameter", "gradient", "optimizer"), "states": ("optimizer",), "gradients": ("gradient",)}[cells]
+
+    def placed(nbytes: int | str) -> dict[str, Any]:
+        told: dict[str, Any] = {cell: {"tier": "disk"} for cell in where}
+        told |= {"stage": stage, "units": {"min_numel": 0}, "disk": {"path": str(tmp_path)}, "budget": {"host": nbytes}}
+        return told if param is None else {**told, "precision": {"param": param}}
+
+    def enough(refused: pytest.ExceptionInfo[zhooks.BudgetError]) -> str:
+        found = re.search(r"for what passes to and from the disk.* Raise it to at least ([\d.]+ KiB)", str(refused.value))
+        assert found is not None, str(refused.value)
+        return found[1]
+
+    model = ZOO["mlp"].build(7)
+    optimizer, before, needed = adamw(model), values(model), "0.1 KiB"
+    if cells != "states" or param is not None:
+        with pytest.raises(zhooks.BudgetError) as refused:
+            zhooks.attach(model, policy=placed(100))
+        assert not hooks_left(model) and same(values(model), before) and list(tmp_path.iterdir()) == []
+        needed = enough(refused)
+    attachment = zhooks.attach(model, policy=placed(needed))
+    loss_of(model, 0).backward()
+    if cells != "gradients":
+        with pytest.raises(zhooks.BudgetError) as refused:
+            optimizer.step()
+        assert not optimizer.state and same(values(model), before)
+        needed = enough(refused)
+        attachment.apply(placed(needed))
+    optimizer.step()
+    optimizer.zero_grad()
+    step(model, optimizer, 1)
+    most = store_of(attachment).budget.high_water(Tier.HOST)
+    assert most == pytest.approx(float(needed.split()[0]) * 1024, abs=16)
+    attachment.detach()
+
+
 def test_states_that_cannot_be_foreseen_are_refused_where_they_are_placed_and_the_error_says_at_least(tmp_path: Path) -> None:
     class Odd(torch.optim.AdamW):
         """Built from more than its groups, so that no other can step in its stead."""
