@@ -89,8 +89,11 @@ def attach(
         PolicyError: the policy cannot be read.
         AttachError: the model, optimizer or mesh cannot be attached; the model is unchanged.
         BudgetError: the policy does not fit a budget or the machine; nothing was allocated.
+        CapabilityError: the machine or the installed torch lacks what the policy asks for; the model is unchanged.
 
     An error on one rank is raised on every rank; the other ranks name the rank where it occurred.
+
+    Source: ZeRO, arXiv:1910.02054; of the tiers ZeRO-Offload, arXiv:2101.06840, and ZeRO-Infinity, arXiv:2104.07857.
     """
     return attach_requested(lambda: read(model, optimizer, policy, mesh, init, sync))
 
@@ -275,7 +278,10 @@ class Attachment(
 
     @contextmanager
     def resident(self) -> Iterator[None]:
-        """Keep all units gathered inside the block, for generation and evaluation with many short forwards.  Collective."""
+        """Keep all units gathered inside the block, for generation and evaluation with many short forwards.  Collective.
+
+        It takes the memory of all full parameters, which budgets do not count.
+        """
         self._check_attached("resident")
         with self._runtime.resident():
             yield
@@ -350,6 +356,8 @@ class Attachment(
             heads: the number of attention heads, if it cannot be found in the model's modules.
         Returns:
             The bytes held now, and the upper bound of each buffer.
+
+        Source of the formulas: ZeRO, arXiv:1910.02054, sections 3 and 6.
         """
         optimizers = self._optimizers.here()
         residual = self._runtime.saved.residual.ask(heads)

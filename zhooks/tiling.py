@@ -43,9 +43,12 @@ class TiledLinear(nn.Module):
     Divided over outputs the result is the same; divided over inputs it is a sum of partial sums, so the last bits may differ.
 
     Args:
+        in_features: as in ``nn.Linear``, and so are ``out_features``, ``bias``, ``device`` and ``dtype``.
         tiles: into how many tiles to divide outputs and inputs, each at least 1 and at most the number of features.
     Raises:
         LayoutError: ``tiles`` is not a pair, or asks for tiles without a feature.
+
+    Source: memory-centric tiling, ZeRO-Infinity, arXiv:2104.07857, section 5.1.3.
     """
 
     def __init__(
@@ -126,6 +129,8 @@ class TiledLinear(nn.Module):
         Args:
             state: has the plain layer's ``weight`` and ``bias`` under ``prefix``; other keys are kept.
             prefix: of the layer's names, such as "head.".
+        Returns:
+            A new dict; its tiles are copies.
         """
         out = {key: value for key, value in state.items() if key not in (f"{prefix}weight", f"{prefix}bias")}
         rows = state[f"{prefix}weight"].split(self._outs)
@@ -144,6 +149,8 @@ class TiledLinear(nn.Module):
         Args:
             state: has this module's tiles under ``prefix``; other keys are kept.
             prefix: of the layer's names, such as "head.".
+        Returns:
+            A new dict with new tensors ``weight`` [out_features, in_features] and ``bias`` [out_features].
         """
         out = {key: value for key, value in state.items() if not key.startswith(f"{prefix}tiles.")}
         cols = len(self._ins)

@@ -89,9 +89,10 @@ class Stateful:
             *parameters: parameters of the attached model.
             write: copy rank 0's changes back to every shard at the end.
         Yields:
-            Plain tensors with full values.
+            Plain tensors of the parameters' own shapes and dtypes (the masters', not that of compute), on the model's device,
+            in the order of ``parameters``.
         Raises:
-            CheckpointError: a parameter belongs to another model.
+            CheckpointError: a parameter belongs to another model, or, with ``write``, is in ``[units] ignore``.
         """
         self._check_at_rest("gathered")
         with checkpoint.gathered(

@@ -50,7 +50,7 @@ def from_pretrained(
         CapabilityError: transformers is missing or too old, the weights are quantized, or the model keeps some modules in
             another dtype than the others; on every rank.
     Warns:
-        UserWarning: parameters that the folder lacks were initialised, e.g. a new classification head.
+        UserWarning: parameters that the folder lacks were initialized, e.g. a new classification head.
     """
 
     def request() -> Request:

@@ -180,7 +180,7 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
 
     @property
     def in_step(self) -> bool:
-        """Between ``start_quorum`` and ``should_commit``."""
+        """Whether this replica is between ``start_quorum`` and ``should_commit``."""
         return self._begun
 
     def _states_handed_on(self, before: dict[str, int]) -> bool:
@@ -295,7 +295,7 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
         return _Found(worst), bool(joins), bool(joins or apart)
 
     def largest_of_replicas(self, values: Tensor) -> bool:
-        """Each becomes the largest of all replicas; False, and nothing has changed, where a replica was lost."""
+        """Set each of ``values`` to the largest of all replicas; return False, with nothing changed, if a replica was lost."""
         kept = values.clone()
         self.allreduce(values, reduce_op=dist.ReduceOp.MAX).wait()
         if self.errored() is None:

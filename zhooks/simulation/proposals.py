@@ -159,7 +159,8 @@ class Proposals:
         yield from self.reasons()
 
     def reasons(self) -> Iterator[str]:
-        """Why the first one: what it is busy with, what its tiers need, what would be quicker and does not fit."""
+        """Yield lines on why the first policy was chosen: what its step is busy with, which bandwidth its tiers need, and what
+        would be faster but does not fit."""
         best = self.best[0]
         busy = ", ".join(f"{name} {lasting(best.busy[name])}" for name in RESOURCES if best.busy.get(name, 0.0) >= 5e-5)
         yield f"first: busy with {busy}"
@@ -195,7 +196,10 @@ class Proposals:
         return [("device and host", self.limits.host), *named[2:]] if self.limits.one_memory else named
 
     def policy_text(self, number: int = 0) -> str:
-        """A policy file of one of them, with the reasons as comments; it loads back to an equal policy."""
+        """Return policy ``number`` of ``best`` as the text of a TOML file that loads as an equal policy.
+
+        Comments say why it was chosen, and which mesh and batch it is for.
+        """
         chosen = self.best[number]
         said = list(self._lines()) if number == 0 else [str(chosen.candidate)]
         use = [] if chosen.mesh is None else [f"Attach over a mesh of {dict(chosen.mesh)}."]

@@ -66,8 +66,9 @@ class _ByTables(RangeTensor):
 class ShardedTensor(_ByTables):
     """One rank's range of a tensor; its shape, dtype and device are those of the whole.
 
-    Parameters of an attached model are of this class.  ``to_local()`` is the range, 1-D in storage order; ``full_tensor()``
-    gathers the whole value on every rank.
+    Parameters of an attached model and their gradients are of this class.  ``to_local()`` is the range, 1-D in storage order,
+    where it is kept (of one on disk, a copy in host memory); ``full_tensor()`` gathers the whole value on every rank as a new
+    plain tensor, and is collective and not differentiable.
     """
 
     # Asked of every parameter in every step (zero_grad, clipping, the optimizer): answered without torch's dispatch.

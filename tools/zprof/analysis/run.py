@@ -124,6 +124,7 @@ class Run:
 
     @property
     def rank(self) -> int:
+        """The rank of the process that was recorded."""
         return self._trace.header.rank
 
     @property
@@ -143,6 +144,7 @@ class Run:
 
     @property
     def host(self) -> str:
+        """The name of the machine that it ran on."""
         return self._trace.header.host
 
     @property
@@ -157,6 +159,7 @@ class Run:
 
     @property
     def duration_s(self) -> float:
+        """Seconds that the recording covers."""
         return (self._ledger.end_ns - self._ledger.begin_ns) / 1e9
 
     @property
