@@ -22,7 +22,8 @@ from zhooks.grad import Reducer
 from zhooks.layout import Ignored, Placement, Table
 from zhooks.optim import plain_parts, sharded_states, vectors_in, with_owners
 from zhooks.report.memory_buffers import buffers
-from zhooks.report.memory_residual import Residue, activations, advice, mib, notes, unaccounted
+from zhooks.report.memory_residual import Residue, activations, advice, notes, unaccounted
+from zhooks.report.memory_text import meaning, mib
 from zhooks.tensor import ShardedTensor, StoredTensor
 from zhooks.unit import Flat, Unit
 
@@ -89,22 +90,28 @@ class MemoryReport:
         return any(row.nbytes is not None for row in self.residual)
 
     def __str__(self) -> str:
-        lines = [f"{'what':<22}{'tier':<8}{'held':>14}{'by the table':>16}"]
-        lines += [f"{row.what:<22}{row.tier:<8}{mib(row.nbytes):>14}{mib(row.formula):>16}" for row in self.rows]
+        recomputed = any(row.what == "recomputed" for row in self.residual)
+        lines = [f"{'model states':<22}{'tier':<8}{'held':>14}{'expected':>16}  expected: by stage, shapes and dtypes"]
+        for row in self.rows:
+            figures = f"{mib(row.nbytes):>14}{mib(row.formula):>16}"
+            lines.append(f"{row.what:<22}{row.tier:<8}{figures}  {meaning(row.what, row.tier)}")
         lines.append(f"{'sum':<30}{mib(self.nbytes):>14}{mib(self.formula):>16}")
+        lines.append(f"{'buffers':<22}{'tier':<8}{'held':>14}{'at most':>16}  at most: the limit under this policy")
         for name, nbytes in self.transient.items():
-            bound = f"<= {mib(self.bounds[name])}" if name in self.bounds else ""
-            lines.append(f"{'+ ' + name:<22}{_WHERE.get(name, 'device'):<8}{mib(nbytes):>14}{bound:>16}".rstrip())
-        lines.append(f"{'residual':<22}{'tier':<8}{'held':>14}{'by the formula':>16}{'at most':>14}")
-        for row in (*self.residual, *self.rest):
-            figures = f"{mib(row.nbytes):>14}{mib(row.formula):>16}{mib(row.peak):>14}"
-            lines.append(f"{row.what:<22}{row.tier:<8}{figures}")
+            tier = _WHERE.get(name, "device")
+            figures = f"{mib(nbytes):>14}{mib(self.bounds.get(name)):>16}"
+            lines.append(f"{name:<22}{tier:<8}{figures}  {meaning(name, tier)}")
+        lines.append(f"{'other memory':<22}{'tier':<8}{'held':>14}{'estimate':>16}{'peak':>14}  peak: in the last step")
+        for residue in (*self.residual, *self.rest):
+            figures = f"{mib(residue.nbytes):>14}{mib(residue.formula):>16}{mib(residue.peak):>14}"
+            means = meaning(residue.what, residue.tier, counted=residue.nbytes is not None, recomputed=recomputed)
+            lines.append(f"{residue.what:<22}{residue.tier:<8}{figures}  {means}".rstrip())
         tiers = ", ".join(f"{tier} {mib(nbytes)}" for tier, nbytes in self.by_tier.items() if nbytes)
         counts = "with activations at their peak" if self._counts_activations else "without activations"
-        lines.append(f"total, {counts}: {tiers or 'nothing'}")
+        lines.append(f"total of model states and buffers, {counts}: {tiers or 'nothing'}")
         lines.append(
-            f"{self.psi:,} parameters over {counted(self.ranks, 'rank')}; the ZeRO paper's figure for mixed precision with "
-            f"Adam: {mib(self.paper)}"
+            f"{self.psi:,} parameters over {counted(self.ranks, 'rank')}; for these, the ZeRO paper counts {mib(self.paper)} "
+            "of model states at this stage, in mixed precision with Adam"
         )
         return "\n".join((*lines, *self.notes))
 

@@ -19,6 +19,7 @@ from offload.formulas import Layers
 from offload.store import Store
 from offload.tier import Tier
 from zhooks.activation import Residual
+from zhooks.report.memory_text import mib
 
 #: What holds more than this share of the memory of a tier is worth a change of the policy.
 _LARGE = 0.4
@@ -108,19 +109,22 @@ def notes(residual: Residual) -> Iterator[str]:
         yield f"activations are not counted: {residual.refused}"
         return
     if not residual.counted:
-        yield "activations are counted from now on: call memory() again after the next forward"
+        yield (
+            "activations were not counted so far, because that takes hooks in every forward. They are from now on: run a "
+            "forward, then call memory() again"
+        )
         return
     layers = residual.layers()
     if layers is None:
-        yield "no formula for activations: expected units that repeat with an input [batch, seq, hidden], found none"
+        yield "no estimate of activations: expected units that repeat with an input [batch, seq, hidden], found none"
         return
-    yield f"activations by the formula: {layers.words}"
+    yield f"estimate of activations (ZeRO paper): {layers.words}"
     if layers.partition == "tp" and layers.tp > 1 and layers.input_nbytes < residual.least_nbytes:
         kept, least = mib(layers.input_nbytes), mib(residual.least_nbytes)
-        yield f"inputs of {kept} are kept whole, although the formula divides them: [activation] min_bytes is {least}"
+        yield f"inputs of {kept} are kept whole, although the estimate divides them: [activation] min_bytes is {least}"
     known = layers.korthikanti_nbytes
     if layers.checkpoint != "unit" and known is not None:
-        yield f"by Korthikanti's formula, with dropout and {layers.heads} heads, in 16 bits: {mib(known)}"
+        yield f"in 16 bits, with dropout and {layers.heads} heads, Korthikanti et al. (arXiv:2205.05198) estimate {mib(known)}"
 
 
 def advice(on_device: Mapping[str, int], layers: Layers) -> str | None:
@@ -130,7 +134,9 @@ def advice(on_device: Mapping[str, int], layers: Layers) -> str | None:
     if not whole or on_device[largest] < _LARGE * whole:
         return None
     change = _change(largest, layers)
-    return f"{largest} hold {on_device[largest] / whole:.0%} of what is known on the device: {change}" if change else None
+    if not change:
+        return None
+    return f"{largest} are {on_device[largest] / whole:.0%} of the device memory counted above; to reduce them, {change}"
 
 
 def _change(largest: str, layers: Layers) -> str:
@@ -141,15 +147,10 @@ def _change(largest: str, layers: Layers) -> str:
             return 'set [activation] tier = "host"'
         return "make the batch smaller, or accumulate over more of them"
     return {
-        "parameters": 'take more ranks at stage = 3, or [parameter] tier = "host"',
-        "gradients": 'take more ranks at stage = 2 or 3, or [gradient] tier = "host"',
-        "optimizer states": 'take more ranks at stage = 1 to 3, or [optimizer] tier = "host"',
+        "parameters": 'use more ranks with stage = 3, or [parameter] tier = "host"',
+        "gradients": 'use more ranks with stage = 2 or 3, or [gradient] tier = "host"',
+        "optimizer states": 'use more ranks with stage = 1, 2 or 3, or [optimizer] tier = "host"',
         "gathered units": "lower [schedule] prefetch, or set [schedule] reshard_after_forward = true",
         "partial gradients": "set stage = 2 or 3, which reduce at every backward",
         "idle buffers": "lower [schedule] prefetch, or [units] max_numel",
     }.get(largest, "")
-
-
-def mib(nbytes: int | None) -> str:
-    """For a reader; "-" where it is not known."""
-    return "-" if nbytes is None else f"{nbytes / 2**20:,.2f} MiB"

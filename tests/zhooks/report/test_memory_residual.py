@@ -161,7 +161,10 @@ def test_nothing_is_counted_until_it_is_asked_for() -> None:
     with attachment.observe(zhooks.Recorder()):
         # To be watched brings no hooks into a forward.
         assert not hooks_inside(attachment)
-    assert "activations are counted from now on" in str(attachment.memory())
+    text = str(attachment.memory())
+    assert "activations were not counted so far, because that takes hooks in every forward. They are from now on" in text
+    [row] = [line for line in text.splitlines() if line.startswith("activations  ")]
+    assert row.split()[1:3] == ["device", "-"] and row.endswith("  not counted: see below")
     assert hooks_inside(attachment)
 
 
@@ -228,10 +231,10 @@ def test_the_report_is_readable_names_the_formula_and_says_what_to_do() -> None:
     lines = str(report).splitlines()
     figures = (16 * LAYERS * BLOCK + 16 * AROUND, 16 * 12 * LAYERS * SBH)
     held, formula = (f"{nbytes / 2**20:,.2f} MiB" for nbytes in figures)
-    (line,) = [line for line in lines if line.startswith("activations ") and " device " in line]
-    assert line.split() == ["activations", "device", *held.split(), *formula.split(), *held.split()]
+    (line,) = [line for line in lines if line.startswith("activations  ") and " device " in line]
+    assert line.split()[:8] == ["activations", "device", *held.split(), *formula.split(), *held.split()]
     assert f"layers: {LAYERS} layers, batch {16 * BATCH}, seq {SEQ}, hidden {HIDDEN}, 4 bytes" in str(report)
-    assert "by Korthikanti's formula, with dropout and 2 heads, in 16 bits: " in str(report)
+    assert "in 16 bits, with dropout and 2 heads, Korthikanti et al. (arXiv:2205.05198) estimate " in str(report)
     assert 'set [activation] checkpoint = "unit", or tier = "host"' in lines[-1]
     assert report.by_tier["device"] == report.nbytes + figures[0]
     assert json.loads(json.dumps(asdict(report)))["residual"][0]["nbytes"] == figures[0]
@@ -242,10 +245,11 @@ def test_the_total_says_whether_it_has_the_activations_in_it() -> None:
     attachment = attached(0)
     backward(attachment, forward(attachment))
     before = attachment.memory()
-    assert "\ntotal, without activations: device " in str(before) and before.by_tier["device"] == before.nbytes
+    assert "\ntotal of model states and buffers, without activations: device " in str(before)
+    assert before.by_tier["device"] == before.nbytes
     backward(attachment, forward(attachment))
     after = attachment.memory()
-    assert "\ntotal, with activations at their peak: device " in str(after)
+    assert "\ntotal of model states and buffers, with activations at their peak: device " in str(after)
     assert after.by_tier["device"] == after.nbytes + LAYERS * BLOCK + AROUND
 
 
@@ -264,7 +268,7 @@ def test_without_layers_that_repeat_there_is_no_formula_and_it_says_so() -> None
     attachment.memory()
     attachment.model(torch.ones(2, 4)).sum().backward()
     assert rows(attachment)["activations", "device"][1] is None
-    assert "no formula for activations: expected units that repeat with an input [batch, " in str(attachment.memory())
+    assert "no estimate of activations: expected units that repeat with an input [batch, " in str(attachment.memory())
     with pytest.raises(ValueError, match="heads: expected a number of attention heads"):
         attachment.memory(heads=0)
 

@@ -227,5 +227,5 @@ def test_memory_says_whose_part_it_counts_and_which_inputs_are_too_small_to_cut(
         loss_of(model, *batch(0)).backward()
         told = str(attachment.memory())
         assert f"counted for rank {dist.get_rank()} of 2 on the tp axis" in told
-        assert ("are kept whole, although the formula divides them" in told) is whole_inputs
+        assert ("are kept whole, although the estimate divides them" in told) is whole_inputs
         attachment.detach()
