@@ -115,12 +115,14 @@ def test_what_it_is_doing_is_on_stderr_from_the_start_and_stdout_is_json_alone()
 @on_a_device_in_python
 def test_on_a_terminal_one_line_is_rewritten_and_gone_at_the_end() -> None:
     with folder() as here:
-        code, shown = on_a_terminal(["-m", "zprof", "plan", "planned_job.py:job", "--world", "2", "--most", "1"], here)
+        words = ["-m", "zprof", "plan", "planned_job.py:job", "--hardware", "rtx4090", "--most", "1"]
+        code, shown = on_a_terminal(words, here)
     assert code == 0, shown
     drawn = shown[: shown.rindex("simulated 1: ")]
     assert "searching policies for planned_job.py:job" in drawn and "\n" not in drawn
     after = shown.rpartition("\x1b[2K")[2]
-    assert "h100 x 2, " in after and "searching" not in after and "simulated 1" not in after
+    assert "rtx4090 x 1, " in after and "searching" not in after and "simulated 1" not in after
+    assert "one node of rtx4090 has 1 device; --nodes or --world takes another number" in after
 
 
 @on_a_device_in_python

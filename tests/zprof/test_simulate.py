@@ -106,7 +106,7 @@ COMMANDS = {
     "again": "job.py:small --nodes 2 --mesh replicate=2,shard=8 -o again.zprof --steps 3 --json",
     "tiered": "job.py:small --policy tiered.toml -o tiered.zprof --json",
     "text": "job:small --ranks 2",
-    "huge": "job.py:huge --hardware rtx4090 --ranks 1 -o huge.zprof",
+    "huge": "job.py:huge --hardware rtx4090 -o huge.zprof",
     "first": "job.py:first --hardware rtx4090 --ranks 1 --steps 3 --json",
     "staged": "job.py:staged --ranks 4 --mesh pp=2,dp=2 --json",
     "one stage": "job.py:one_fails --ranks 4 --mesh pp=2,dp=2",
@@ -205,6 +205,7 @@ def test_transfers_and_operations_have_the_times_of_their_streams(made: Path) ->
 def test_the_text_says_what_to_do_next_and_a_jobs_own_words_go_to_stderr(made: Path) -> None:
     found = result(made, "text")
     assert found["code"] == 0 and found["out"].startswith("h100 x 2: ")
+    assert "one node of " not in found["out"], "it was said how many ranks"
     assert "\nnext\n" in found["out"] and "-o plan.zprof\n" in found["out"]
     assert found["err"] == "zprof: simulating 2 steps of job:small on h100 x 2 ...\n" + "a step\n" * 2
     said = json.loads(result(made, "small")["out"])
@@ -249,6 +250,7 @@ def test_a_step_that_the_hardware_cannot_hold_is_said_and_its_trace_shows_why(ma
     found = result(made, "huge")
     assert found["code"] == 3 and "\ndevice: does not fit: a step holds " in "\n" + found["err"]
     assert "rtx4090 has 24 GiB per rank" in found["err"]
+    assert "\none node of rtx4090 has 1 device; --nodes or --ranks takes another number\n\nnext\n" in found["out"]
     assert zprof("check", made / "huge.zprof", "--max", "device.peak=24GiB").exit_code == 3
 
 

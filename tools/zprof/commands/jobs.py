@@ -20,13 +20,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offload.errors import ZhooksError
 from offload.regular_files import open_regular
+from offload.text import counted
 from zprof.problem import Misuse, Problem
 
-__all__ = ["HELP", "Job", "load_job"]
+if TYPE_CHECKING:
+    from offload.hardware import Hardware
+
+__all__ = ["HELP", "Job", "load_job", "one_node"]
 
 #: What a command's help says of its argument.
 HELP = """JOB is module:function or file.py:function; the function returns (build, step) as zhooks.simulate takes them. Without
@@ -86,6 +90,11 @@ def _said(found: object) -> str:
     if isinstance(found, tuple):
         return f"({', '.join(type(each).__name__ for each in found)})"
     return type(found).__name__
+
+
+def one_node(profile: Hardware, options: str) -> str:
+    """Why a job is on so many devices where nothing was said of it, and which ``options`` take another number."""
+    return f"one node of {profile.name} has {counted(profile.device.count, 'device')}; {options} takes another number"
 
 
 # Modules and files.

@@ -15,7 +15,7 @@ import click
 
 from offload.hardware import Hardware
 from offload.text import counted, parse_size
-from zprof.commands.jobs import HELP, load_job
+from zprof.commands.jobs import HELP, load_job, one_node
 from zprof.commands.output import check_output, write_output
 from zprof.commands.progress import progress
 from zprof.problem import Misuse
@@ -86,7 +86,8 @@ def plan(
     with redirect_stdout(sys.stderr):
         loaded = load_job(job)
         ranks = world or (nodes or 1) * profile.device.count
-        about = f"about {counted(most, 'simulation')}"
+        by_default = one_node(profile, "--nodes or --world") if nodes is None and world is None else ""
+        about = f"about {counted(most, 'simulation')}" + (f" ({by_default})" if by_default else "")
         with progress(f"searching policies for {loaded.name} on {profile.name} x {ranks}: {about}") as to:
             # Late: it brings torch along.
             import zhooks
@@ -108,3 +109,5 @@ def plan(
     if output is not None:
         write_output(output, found.policy_text().encode())
     click.echo(json.dumps(found.as_dict(), indent=2) if as_json else str(found))
+    if by_default and not as_json:
+        click.echo(by_default)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from offload.text import as_size, counted
-from zprof.commands.jobs import HELP, Job, load_job
+from zprof.commands.jobs import HELP, Job, load_job, one_node
 from zprof.commands.progress import progress
 from zprof.problem import BudgetProblem, Misuse, Problem
 
@@ -184,6 +184,8 @@ def simulate(
         if not lacking:
             held = ", ".join(f"{tier} {as_size(most[tier])} of {as_size(capacity[tier])}" for tier in capacity if tier in most)
             click.echo(f"fits on {counted(world, 'rank')} of {profile.name}, per rank: {held}")
+        if nodes is None and ranks is None:
+            click.echo(one_node(profile, "--nodes or --ranks"))
         click.echo("\nnext")
         for do, why in following:
             click.echo(f"{do}\n    {why}")
