@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.virtual.calls import Calls
+from offload.virtual.calls import Calls, active_profiler
 from offload.virtual.machine import Access, Costs, Happening, Listener, Machine, Moment, Stream, access, running
 from offload.virtual.memory import ACCELERATOR, HOST, NAME, memory_at, take_address
 from offload.virtual.races import Race, Races
@@ -26,6 +26,7 @@ __all__ = [
     "Stream",
     "Turns",
     "access",
+    "active_profiler",
     "memory_at",
     "running",
     "take_address",

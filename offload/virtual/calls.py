@@ -17,9 +17,23 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["Calls"]
+from offload.errors import SimulationError
+
+__all__ = ["Calls", "active_profiler"]
 
 _HERE = str(Path(__file__).parent)
+
+
+def active_profiler() -> str | None:
+    """What profiles Python's calls on this thread, by name; None where nothing does."""
+    profiler = sys.getprofile()
+    if profiler is not None:
+        named = profiler if hasattr(profiler, "__qualname__") else type(profiler)
+        return f"{named.__module__}.{named.__qualname__}"
+    # cProfile from Python 3.12 on.
+    monitoring = getattr(sys, "monitoring", None)
+    tool: str | None = None if monitoring is None else monitoring.get_tool(monitoring.PROFILER_ID)
+    return tool
 
 
 class Calls:
@@ -39,6 +53,16 @@ class Calls:
 
     @contextmanager
     def on(self) -> Iterator[Calls]:
+        """Count inside.
+
+        Raises:
+            SimulationError: a profiler is on, which hears what would be counted here, and could not be put back.
+        """
+        if sys.getprofile() is not None:
+            raise SimulationError(
+                f"Python's calls: expected no profiler on this thread, because they are counted in its place; found "
+                f"{active_profiler()}. Run it without."
+            )
         self._on = True
         self.follow()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import json
 import socket
 from pathlib import Path
@@ -38,6 +39,13 @@ def test_what_was_measured_is_stored_for_this_host(bench: Any, tmp_path: Path) -
     kept = {figure.name: figure.bytes_per_s for figure in stored(socket.gethostname())}
     assert kept == {figure["name"]: figure["bytes_per_s"] for figure in body["figures"]}
     assert not list(tmp_path.glob("*zhooks*")), "the scratch file is gone"
+
+
+def test_a_profile_is_not_measured_under_a_profiler(bench: Any, tmp_path: Path) -> None:
+    with cProfile.Profile():
+        result = bench("--profile", str(tmp_path / "here.toml"))
+    assert (result.exit_code, result.stdout) == (2, "") and not (tmp_path / "here.toml").exists()
+    assert result.stderr.startswith("--profile: expected no Python profiler in this process, because it slows down what")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU a rank needs one of its own")

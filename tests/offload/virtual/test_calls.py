@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import FrameType
 
+import pytest
+
+from offload.errors import SimulationError
 from offload.virtual import Calls
 
 
@@ -30,6 +35,22 @@ def test_what_is_apart_is_not_counted_nor_what_it_calls() -> None:
         for _ in range(10):
             inner()
     assert calls.count <= 4
+
+
+def test_where_a_profiler_is_on_nothing_is_counted_and_it_goes_on() -> None:
+    calls = Calls()
+    heard: list[str] = []
+
+    def profiler(frame: FrameType, event: str, argument: object) -> None:
+        heard.append(event)
+
+    sys.setprofile(profiler)
+    try:
+        with pytest.raises(SimulationError, match=r"no profiler on this thread.* found .*profiler\."), calls.on():
+            pass
+        assert sys.getprofile() is profiler and heard
+    finally:
+        sys.setprofile(None)
 
 
 def test_another_thread_is_counted_once_it_is_followed() -> None:

@@ -25,6 +25,7 @@ from offload.hardware import Fit, Hardware, Sample, fit
 from offload.text import counted
 from zprof.bench.neighbours import neighbours
 from zprof.bench.shared_memory import file_nbytes
+from zprof.problem import Misuse
 
 __all__ = ["Step", "profile", "steps"]
 
@@ -38,10 +39,20 @@ def steps(folder: Path, most: int, ranks: int) -> Generator[Step]:
     """What is measured, by name: what one rank does while the others compute, as they do in a step, then what all do together.
 
     The others start once, for each imports torch; they end with the last of these, or when this is closed.
+
+    Raises:
+        Misuse: a profiler is on, which makes every call slower and takes the hook that counts them.
     """
     # Imported late: torch takes longer to start than everything before it.
+    from offload.virtual import active_profiler
     from zprof.bench.samples import measured
 
+    found = active_profiler()
+    if found is not None:
+        raise Misuse(
+            f"--profile: expected no Python profiler in this process, because it slows down what is measured; found {found}. "
+            "Run zprof bench --profile without it"
+        )
     with neighbours(ranks - 1):
         yield from measured(folder, most)
     yield "collectives", lambda: collectives(ranks, most)
