@@ -142,6 +142,8 @@ def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leads = _leads(args, kwargs)
     lead = leads[0]
     if func is aten.copy_.default and not isinstance(args[0], RangeTensor):
+        if not _readable_whole(args[1]):
+            raise _copied_out(args[1])
         return whole(func, args, kwargs)
     written = _written(func, args, kwargs)
     if written is None:
@@ -317,7 +319,7 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def swap(value: Any, writes: bool = False) -> Any:
         if isinstance(value, RangeTensor):
-            if writes or not (value._bound or isinstance(value, torch.nn.Parameter)):
+            if writes or not _readable_whole(value):
                 return refuse(func, value)
             if not value._bound:
                 return value.full_tensor()
@@ -331,6 +333,20 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(argument.alias_info is not None for argument in func._schema.returns) and isinstance(out, Tensor):
         return out.as_subclass(ReadOnly)
     return out
+
+
+def _readable_whole(tensor: RangeTensor) -> bool:
+    """A parameter; of a gradient or a state only the range can be read."""
+    return tensor._bound is not None or isinstance(tensor, torch.nn.Parameter)
+
+
+def _copied_out(tensor: RangeTensor) -> ShardedOpError:
+    return ShardedOpError(
+        f"copy_ of the sharded tensor of {tensor._spec.name} {tuple(tensor.shape)} into a plain tensor: expected the whole "
+        "value, found a gradient or an optimizer state, of which this rank has a range. Copy its full_tensor(), on every rank. "
+        "torch.distributed.checkpoint.async_save of torch 2.8 copies states like this and needs a newer torch; until then use "
+        "torch.distributed.checkpoint.save, or attachment.save(folder, optimizer, wait=False)."
+    )
 
 
 def refuse(func: Any, tensor: RangeTensor) -> Any:
