@@ -1,14 +1,13 @@
 """Owns the event interface: what the runtime says about itself while it works, and who hears it.
 
 The runtime emits through a `Bus`; profilers, progress bars and tests listen as observers. It never prints, never
-writes a file, and never lets an observer's mistake reach the training loop; it uses the standard library only.
+writes a file, and never lets an observer's mistake reach the training loop; it needs no more than the standard library.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import MethodType
 from typing import Final, Literal, Protocol
+
+from offload.user_warnings import warn_user
 
 __all__ = [
     "CAPTURED", "FAILED", "HERE", "VERB", "Bus", "During", "Event", "Here", "Kind", "KnownTime", "Observer", "Recorder",
@@ -262,11 +263,10 @@ class Bus:
         # Reported after the loop: a warning filter that raises must not keep the event from the other observers.
         for observer, raised in failed:
             if self._remove(observer):
-                warnings.warn(
+                warn_user(
                     f"observer {type(observer).__name__} raised {type(raised).__name__}: {raised} "
                     f"on {kind} {what} {key}; it is detached and receives no further events",
                     RuntimeWarning,
-                    stacklevel=3,
                 )
 
     def _remove(self, observer: Observer) -> bool:

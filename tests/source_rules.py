@@ -161,9 +161,9 @@ ORDER = {
         "__init__", "deepspeed dcp", "shards torchfiles", "stash", "store", "kernels", "disk",
         "memory", "device", "virtual", "budget", "policy",
         "hardware allocator", "documents",
-        "counting formulas free_ranges pages references regular_files text threads user_warnings",
+        "counting formulas free_ranges pages references regular_files text threads",
         "work", "tier",
-        "events errors",
+        "events errors user_warnings",
     ),
     "zprof": (
         "__main__", "cli", "__init__ commands", "doctor show", "running oom", "living", "analysis", "bench gpu recording",
