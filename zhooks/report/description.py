@@ -58,7 +58,7 @@ def describe(
         f"({padding / max(1, numel):.3%}); {_axes(comm)}; transport {comm.shard.name}."
     )
     if payload is not None:
-        lines.append(f"According to the plan, a training step moves {payload / 2**20:,.2f} MiB of payload.")
+        lines.append(f"According to the plan, a training step gathers and reduces {payload / 2**20:,.2f} MiB in all.")
     lines.extend(_scaled(scaling, any(flat.kind.compute is torch.float16 for unit in units for flat in unit.flats)))
     if named := ignored.named:
         count, few = sum(param.numel() for param in named.values()), ", ".join(list(named)[:3])
