@@ -531,6 +531,8 @@ optimizer = torch.optim.AdamW(model.parameters())
 disk = {"units": {"min_numel": 0}, "disk": {"path": "."}, "optimizer": {"tier": "disk"}}
 if sys.argv[1] == "attach":
     zhooks.attach(model, optimizer, policy={"budget": {"device": "12 MiB"}})
+if sys.argv[1] == "apply states":
+    disk["budget"] = {"device": "64 MiB"}
 attachment = zhooks.attach(model, policy=disk)
 model(torch.ones(4, width)).sum().backward()
 optimizer.step()
@@ -539,6 +541,8 @@ attachment.save("checkpoint", optimizer)
 attachment.load("checkpoint", optimizer)
 if sys.argv[1] == "apply":
     attachment.apply({**disk, "budget": {"device": "1 MiB"}})
+if sys.argv[1] == "apply states":
+    attachment.apply({**disk, "optimizer": {"tier": "device"}, "budget": {"device": "12 MiB"}})
 if sys.argv[1] == "none":
     attachment.apply({**disk, "optimizer": {"tier": "host"}})
 if sys.argv[1] == "detach":
@@ -576,18 +580,23 @@ def test_a_request_that_fails_in_detach_is_said_to_be_for_it_and_no_smaller_batc
     assert not any("half the batch" in line for line in said)
 
 
-def test_states_that_attach_refuses_have_the_tier_proposed_that_holds_them(tmp_path: Path) -> None:
-    said, _ = of_call("attach", tmp_path)
-    assert said[0].startswith("out of memory: [budget] device refused about 8.02 MiB for optimizer states of AdamW, in attach")
-    assert any(line.startswith('  [optimizer] tier = "host": saves 8.02 MiB; ') for line in said)
-    assert said[-2] == "or raise [budget] device to 16.04 MiB"
+def test_states_that_attach_or_apply_refuses_have_the_tier_proposed_that_holds_them(tmp_path: Path) -> None:
+    for call in ("attach", "apply states"):
+        (tmp_path / call).mkdir()
+        said, _ = of_call(call, tmp_path / call)
+        refused = f"out of memory: [budget] device refused about 8.02 MiB for optimizer states of AdamW, in {call.split()[0]}"
+        assert said[0].startswith(refused), said
+        assert any(line.startswith('  [optimizer] tier = "host": saves 8.02 MiB; ') for line in said), said
+        assert said[-2] == "or raise [budget] device to 16.04 MiB"
     import torch
 
     import zhooks
 
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
     policy = {"budget": {"device": "12 MiB"}, "optimizer": {"tier": "host"}}
-    zhooks.attach(model, torch.optim.AdamW(model.parameters()), policy=policy).detach()
+    attachment = zhooks.attach(model, torch.optim.AdamW(model.parameters()), policy=policy)
+    attachment.apply(policy)
+    attachment.detach()
 
 
 def test_of_a_policy_that_apply_refuses_nothing_is_proposed_from_what_is_held_under_another(tmp_path: Path) -> None:

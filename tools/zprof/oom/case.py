@@ -160,7 +160,8 @@ def case_of(analysis: Analysis, failure: Failure) -> Case:
     pool = ("device", "host") if shared and process else (failure.tier,)
     held = _charged(course.held(failure.tier), failure)
     policy = _policy(analysis.trace)
-    unstated = policy is None and failure.kind == "budget"
+    # Refused by attach, or by apply: of the policy that was asked for nothing is known but what the error says.
+    unstated = failure.kind == "budget" and (policy is None or course.phase == "apply")
     policy = {} if unstated else policy
     units = _units(analysis) or {key: nbytes for (what, _, key), nbytes in held.items() if what == "parameter"}
     # Of a script without zhooks a block is what is numbered, not each of the modules in it.
@@ -172,10 +173,11 @@ def case_of(analysis: Analysis, failure: Failure) -> Case:
     if failure.kind == "budget" and failure.tier == "device":
         # It counts by the plan, more than was held at any moment.
         room = failure.limit
-    missing = _states_to_come(held, failure, course.phase)
+    missing = {} if unstated and not failure.states else _states_to_come(held, failure, course.phase)
     making = bool(failure.states) or course.phase == "step" or failure.key.startswith("optimizer/")
-    step = [_by_unit(_charged(moment, failure), known) for moment in course.step(pool, making)]
-    # Refused before there was an attachment to state a policy: what the model held then is not what it would have held.
+    moments = [] if unstated else course.step(pool, making)
+    step = [_by_unit(_charged(moment, failure), known) for moment in moments]
+    # What was held then, and in the steps before it, is not what would have been held.
     to_come, then = sum(missing.values()), {} if unstated else _without_batches(held, course.phase)
     tier = failure.tier if failure.states else _states_tier(held)
     for unit, nbytes in missing.items():

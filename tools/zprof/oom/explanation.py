@@ -81,8 +81,7 @@ def explained(analysis: Analysis, failure: Failure | None = None) -> Explained |
     if failure.kind == "shm":
         return Explained(failure, tuple(_shm_lines(analysis, failure)), (), (), None, world)
     case = case_of(analysis, failure)
-    # What was held is under the policy that stays: of the one that was refused nothing is known.
-    found = [] if failure.kind == "budget" and case.phase == "apply" else remedies(case.plight)
+    found = remedies(case.plight)
     advice = (*_fewer_workers(analysis, failure), *_proposals(case, found))
     return Explained(
         failure, tuple(_facts(analysis, case)), advice, tuple(found[:_MOST_REMEDIES]), case.plight.policy, world
@@ -226,7 +225,9 @@ def _proposals(case: Case, found: list[Remedy]) -> list[str]:
         lines.append("no change that was tried on these bytes, alone or combined, would have let it fit")
     if case.to_come:
         by = "as the error has them" if failure.states else "estimated from units that have theirs"
-        lines.append(f"{as_size(case.to_come)} of states still to be made are counted, {by}")
+        # Under apply there may be some already, on another tier.
+        which = "states" if case.phase == "apply" else "states still to be made"
+        lines.append(f"{as_size(case.to_come)} of {which} are counted, {by}")
     for before, remedy in zip([None, *found], found[:_MOST_REMEDIES], strict=False):
         if before is None or before.verdict is not remedy.verdict:
             lines.append(remedy.verdict.value)
