@@ -1,6 +1,7 @@
 """Owns the error tree: every mistake the project reports to its user is one of these classes.
 
-Every package raises from here, and `zhooks` re-exports the tree. It never formats a message and imports nothing.
+Every package raises from here; `zhooks` exports the tree, and gives the classes its own name. It never formats a message, and
+imports nothing.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ imports no optional library.
 """
 
 import zhooks.shadowed  # noqa: F401  (first: what follows imports offload)
+from offload import errors as _errors
 from offload.errors import (
     AttachError,
     BudgetError,
@@ -62,3 +63,7 @@ __all__ = [
     "latest",
     "simulate",
 ]
+
+# Tracebacks, logs and pickles name them as users import them.  Without this package, `offload` has them under its own name.
+for _name in _errors.__all__:
+    getattr(_errors, _name).__module__ = __name__
