@@ -35,7 +35,7 @@ from zhooks.build import build_units, open_tiers, restore_units
 from zhooks.checkpoint import StockState, remove_dead_jobs
 from zhooks.comm import CONTROL, Call, Comm, Progress, all_or_none, meet, open_comm, refuse_unconnected, refused_by_all
 from zhooks.compiled import keep_outside_graphs
-from zhooks.keywords import explained
+from zhooks.keywords import explained, explained_methods
 from zhooks.optim import Around, Closures, Optimizers, Owners, Rounding, Steps, watch_steps
 from zhooks.plan import DeviceBudget, Plan, Request, StateBudgets, ignored_here, look, read
 from zhooks.planning import Choice, chosen_for
@@ -115,6 +115,7 @@ def attach_requested(request: Callable[[], Request]) -> Attachment:
         return Attachment(look(asked if choice is None else choice.request, comm), comm, undo, choice)
 
 
+@explained_methods
 class Attachment(
     Preemptible, Resumable, Changeable, Recovering, Replicated, Controlled, Chosen, Calibrated, GradStatistics
 ):  # fmt: skip

@@ -12,6 +12,7 @@ import linecache
 import re
 import warnings
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -129,15 +130,35 @@ def test_a_keyword_that_attach_does_not_have_is_a_type_error_that_says_where_it_
 
 
 def test_what_other_libraries_arguments_are_answered_with_is_a_policy_or_an_argument() -> None:
-    known = inspect.signature(zhooks.attach).parameters
-    for name, answer in ELSEWHERE.items():
-        assert name not in known
-        if (written := re.search(r"policy=(\{.*\}\})", answer)) is not None:
-            zhooks.Policy.of(json.loads(written[1]))
-        elif (argument := re.match(r"Write (\w+)=", answer)) is not None:
-            assert argument[1] in known
-        else:
-            assert answer == "Move the model first: model.to(device)"
+    for function, answers in ELSEWHERE.items():
+        known = inspect.signature(attrgetter(function)(zhooks)).parameters
+        for name, answer in answers.items():
+            assert name not in known
+            if (written := re.search(r"policy=(\{.*\}\})", answer)) is not None:
+                zhooks.Policy.of(json.loads(written[1]))
+            elif (argument := re.match(r"Write (\w+)=", answer)) is not None:
+                assert argument[1] in known
+
+
+def test_what_is_wrong_with_the_arguments_of_a_method_is_said_of_the_attachment() -> None:
+    attachment: Any = zhooks.attach(net())
+    methods = inspect.getmembers(zhooks.Attachment, inspect.isfunction)
+    public = [name for name, _ in methods if not name.startswith("_")]
+    for name in public:
+        with pytest.raises(TypeError, match=rf"^Attachment\.{name}\(\) got an unexpected keyword argument 'xyz'\. "):
+            getattr(attachment, name)(xyz=1)
+    assert {"detach", "gathered", "load", "recover", "resume", "save", "unshard"} <= {*public}
+    calls: list[tuple[dict[str, Any], str]] = [
+        ({"strict": False}, r"load\(\) got .* 'strict'\. .*call model\.load_state_dict\(state, strict=False\) on every rank\."),
+        ({"optimizers": ()}, r"load\(\) got .* 'optimizers'\. Did you mean optimizer\?"),
+        ({"stage": 3}, r"load\(\) got .* 'stage'\. Expected folder, optimizer or objects\."),
+        ({}, r"load\(\) missing 1 required positional argument: 'folder'"),
+    ]
+    for given, said in calls:
+        with pytest.raises(TypeError, match=rf"^Attachment\.{said}$"):
+            attachment.load(**given)
+    with pytest.raises(TypeError, match=r"'stage'\. It is a key of the policy: policy=\{\"stage\": 3\}\.$"):
+        attachment.apply(stage=3)
 
 
 @on_ranks(1)
