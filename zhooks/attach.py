@@ -32,7 +32,7 @@ from zhooks.attachment import (
     spanned,
 )
 from zhooks.build import build_units, open_tiers, restore_units
-from zhooks.checkpoint import StockState, remove_dead_jobs
+from zhooks.checkpoint import StockFolders, StockState, remove_dead_jobs
 from zhooks.comm import CONTROL, Call, Comm, Progress, all_or_none, meet, open_comm, refuse_unconnected, refused_by_all
 from zhooks.compiled import keep_outside_graphs
 from zhooks.keywords import explained, explained_methods
@@ -183,6 +183,7 @@ class Attachment(
         begin(runtime.members)
         begin(registries)
         begin(stock)
+        begin(StockFolders(self.model))
         begin(self._optimizers, self._known)
         self._state_budgets = StateBudgets(self._comm, self._units, lambda: self.policy, lambda: self._tiers.limits)
         begin(scaling)

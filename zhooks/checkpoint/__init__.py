@@ -17,6 +17,7 @@ from zhooks.checkpoint.save_load import load, save, save_beside
 from zhooks.checkpoint.shard_contents import RunState, check_handed
 from zhooks.checkpoint.snapshot import Snapshot, SnapshotMemory
 from zhooks.checkpoint.state_tree import Packer
+from zhooks.checkpoint.stock_folders import StockFolders
 from zhooks.checkpoint.torch_state_dict import StockState
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Series",
     "Snapshot",
     "SnapshotMemory",
+    "StockFolders",
     "StockState",
     "check_handed",
     "check_memory",

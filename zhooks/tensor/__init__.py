@@ -5,7 +5,7 @@ from __future__ import annotations
 from zhooks.tensor.checkpoint_chunks import check_together
 from zhooks.tensor.group import ShardGroup
 from zhooks.tensor.overflow import Name, Overflow, Overflows, Watch, overflowed
-from zhooks.tensor.range_tensor import ParamShard, part_numel
+from zhooks.tensor.range_tensor import ParamShard, part_numel, range_alone
 from zhooks.tensor.sharded import Registries, ShardedOverTp, ShardedTensor, ShardedVector, vector_of
 from zhooks.tensor.stored import StoredTensor, spanned
 from zhooks.tensor.vectors import VectorShard
@@ -26,6 +26,7 @@ __all__ = [
     "check_together",
     "overflowed",
     "part_numel",
+    "range_alone",
     "spanned",
     "vector_of",
 ]

@@ -322,8 +322,24 @@ def test_what_cannot_be_written_right_is_refused_on_every_rank() -> None:
         other = zhooks.attach(torch.nn.Linear(4, 4))
         with pytest.raises(zhooks.CheckpointError, match=r"of transformers or PEFT, found Linear\. Use .*save_full"):
             other.save_pretrained(path / "ours")
-        with pytest.raises(zhooks.ShardedOpError, match=r"attachment\.save_pretrained\(folder\)"):
-            model.save_pretrained(path / "ours")
+        for asked in (model, copy.deepcopy(model)):
+            for given in ({}, {"state_dict": model.state_dict()}):
+                with pytest.raises(zhooks.ShardedOpError, match=r"attachment\.save_pretrained\(folder\)"):
+                    asked.save_pretrained(path / "ours", **given)
+        assert not (path / "ours").exists(), "what is there looks like a checkpoint"
+        barrier()
+        # Whole values are written as ever.
+        whole = attachment.state_dict().get("model")
+        if place()[0] == 0:
+            model.save_pretrained(path / "given", state_dict=whole)
+        with attachment.gathered():
+            model.save_pretrained(path / "gathered", is_main_process=place()[0] == 0)
+        detached: Any = attachment.detach()
+        if place()[0] == 0:
+            detached.save_pretrained(path / "plain")
+            check_same(path / "given", path / "plain")
+            check_same(path / "gathered", path / "plain")
+        assert "save_pretrained" not in vars(model)
 
 
 @on_ranks(2, limit_s=120.0, adapter=("lora", "prompt", "embeddings"))
