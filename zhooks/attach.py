@@ -232,9 +232,11 @@ class Attachment(
         self._plan_again()
 
     def _progress(self) -> Progress:
-        # Stages of a pipeline are given what those before them make.
-        inputs = self._runtime.inputs.texts() if self._comm.pp.axis.world == 1 else []
-        return Progress(self._steps.number, inputs)
+        runtime = self._runtime
+        if self._comm.pp.axis.world > 1:
+            # Stages are given what those before them make, and are not at the same forward.
+            return Progress(self._steps.number, [])
+        return Progress(self._steps.number, runtime.inputs.texts(), runtime.evaluations, runtime.evaluating)
 
     def _make_plain(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Full parameters, gradients and optimizer states; of units that are plain already, nothing.  Collective."""

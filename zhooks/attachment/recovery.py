@@ -109,6 +109,7 @@ class Recovering:
             reopen_comm(self._comm, self.policy, self._device, meeting)
             meeting.agree("recovered transports")
             failure.begin_anew()
+            self._runtime.evaluations = 0
         finally:
             self._bus.end("recover", "all ranks")
         self._optimizers.meet_again()

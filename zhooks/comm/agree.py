@@ -15,7 +15,7 @@ import torch
 
 from offload.errors import DivergenceError
 from zhooks.comm.choose_transport import Comm
-from zhooks.comm.progress import Progress, describe_progress
+from zhooks.comm.progress import Progress, describe_evaluations, describe_progress
 from zhooks.comm.rendezvous import Facts, difference
 from zhooks.comm.transport import CONTROL, Call, Transport
 
@@ -71,8 +71,8 @@ class SameGathers:
         if here is None:
             return ""
         every = texts_of(world, Call(CONTROL, "compare progress", "all units"), json.dumps(asdict(here)))
-        said = zip(world.axis.ranks, map(json.loads, every), strict=True)
-        return describe_progress({rank: Progress(**one) for rank, one in said})
+        ranks = {rank: Progress(**json.loads(one)) for rank, one in zip(world.axis.ranks, every, strict=True)}
+        return f"{describe_evaluations(ranks, ranks)} {describe_progress(ranks)}".strip()
 
 
 class Agreement:

@@ -23,22 +23,37 @@ from weakref import WeakMethod
 from offload.errors import DivergenceError
 from offload.text import plural
 from zhooks.comm.processes import Process, ended
-from zhooks.comm.progress import Progress, describe_progress
+from zhooks.comm.progress import Progress, describe_evaluations, describe_progress
 from zhooks.comm.transport import Call
 from zhooks.layout import Axis
 
 #: How long a roll call waits for ranks that may be alive, at most; see Note [Roll call].
 GRACE_S = 2.0
 _PAUSE_S = 0.02
-_ON_ALL = "call save, load, detach and the like on all ranks, not under `if rank == 0:`"
-#: What to do about ranks whose calls differ.
-SAME_CALLS = f"Let every rank run the same model code, and {_ON_ALL}; where ranks drop layers, set [schedule] uneven = true."
-#: What to do then, where all ranks are alive.
-TO_CONTINUE = "To continue, call attachment.recover() on every rank."
-_ADVICE = f"{SAME_CALLS} If a rank is only slow, raise [comm] timeout_s. {TO_CONTINUE}"
-#: What has become of a rank whose process has ended, and what to do about it.
+_METHODS = "call save, load, detach and the like on all ranks"
+_ON_ALL = f"{_METHODS}, not under `if rank == 0:`"
+_EVALUATE = (
+    "evaluate and generate on all ranks, not under `if rank == 0:`, because a forward of a sharded model gathers from every "
+    "rank; or on some ranks inside `with attachment.resident():`, which all of them enter"
+)
+_SLOW = "If a rank is only slow, raise [comm] timeout_s."
+#: What to do where all ranks are alive.
+_TO_CONTINUE = "To continue, call attachment.recover() on every rank."
+#: What has become of a rank whose process has ended.
 GONE = "gone: killed, stopped by an error of its own, or at the end of its script"
-OWN_OUTPUT = f"Look at that rank's own output first. If it shows no error, the rank ended without making this call: {_ON_ALL}."
+
+
+def same_calls(on_all: str) -> str:
+    """What to do about ranks whose calls differ."""
+    return f"Let every rank run the same model code, and {on_all}; where ranks drop layers, set [schedule] uneven = true."
+
+
+def own_output(on_all: str) -> str:
+    """What to do about a rank whose process has ended."""
+    return f"Look at that rank's own output first. If it shows no error, the rank ended without making this call: {on_all}."
+
+
+SAME_CALLS, OWN_OUTPUT = same_calls(_ON_ALL), own_output(_ON_ALL)
 
 
 class Interrupted(Protocol):
@@ -50,14 +65,15 @@ class Interrupted(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all ranks raise: ``kind`` is "gone", "late" or "apart" (all are here, and did not meet); ``progress`` is that of
-    the ranks that are left, in words."""
+    """What all ranks raise: ``kind`` is "gone", "late", "apart" (all are here, in different calls) or "open" (all are here, and
+    did not meet); ``progress`` is that of the ranks that are left, and ``on_all`` what to do on all ranks, in words."""
 
     kind: str
     ranks: tuple[int, ...]
     found: str
     within_s: float = 0.0
     progress: str = ""
+    on_all: str = _ON_ALL
 
     @property
     def who(self) -> str:
@@ -70,11 +86,14 @@ class Verdict:
         me = axis.ranks[axis.rank]
         expected = f"rank {me} in {call.what} {call.key}: expected every rank of axis {axis.name} to make the same call"
         if self.kind == "gone":
-            why = f"{expected}, found {self.who} {GONE}{self.found}. {OWN_OUTPUT}"
-        elif self.kind == "late":
-            why = f"{expected} within {self.within_s} s, found {self.who} late; {self.found}. {_ADVICE}"
+            why = f"{expected}, found {self.who} {GONE}{self.found}. {own_output(self.on_all)}"
+        elif self.kind == "apart":
+            why = f"{expected}, found that {self.found}. {same_calls(self.on_all)} {_TO_CONTINUE}"
         else:
-            why = f"{expected}, found that {self.found}"
+            late = f" within {self.within_s} s, found {self.who} late;"
+            alive = ", found that all ranks are alive, but their calls did not finish:"
+            found = late if self.kind == "late" else alive
+            why = f"{expected}{found} {self.found}. {same_calls(self.on_all)} {_SLOW} {_TO_CONTINUE}"
         return DivergenceError(f"{why} {self.progress}".rstrip())
 
 
@@ -143,17 +162,18 @@ class AgreedFailure:
                 transport.interrupt()
             waited = sorted(set(suspects) or set(axis.ranks) - {self.rank})
             try:
-                self.verdict = self._call_roll(kind, found, waited)
+                self.verdict = self._call_roll(call, kind, found, waited)
             except RuntimeError as error:  # the store is gone, with the rank that served it
                 over = self._ended(waited)
                 lost = f"; the process group's store is gone: {str(error).splitlines()[0]}"
                 self.verdict = Verdict("gone", over or tuple(waited), lost if not over else "", self.timeout_s)
         return self.verdict.error(call, axis)
 
-    def _call_roll(self, kind: str, found: str, waited: list[int]) -> Verdict:
+    def _call_roll(self, call: Call, kind: str, found: str, waited: list[int]) -> Verdict:
         at = self.progress()
         progress = None if at is None else asdict(at)
-        self._say(f"here {self.rank}", json.dumps([kind, found, waited, progress]))
+        # Steps of a method of the attachment are called "save: ..." and the like.
+        self._say(f"here {self.rank}", json.dumps([kind, found, waited, progress, ": " in call.what]))
         self._say("open", "")
         deadline = time.monotonic() + grace_of(self.timeout_s)
         while not self._has("verdict"):
@@ -174,7 +194,7 @@ class AgreedFailure:
         if self._store.add(f"{self._at}/decided", 1) != 1:
             return
         seen = {rank: json.loads(bytes(self._store.get(f"{self._at}/here {rank}")).decode()) for rank in here}
-        waited = {rank for _, _, ranks, _ in seen.values() for rank in ranks}
+        waited = {rank for _, _, ranks, *_ in seen.values() for rank in ranks}
         missing, over = tuple(sorted(waited - set(here))), self._ended(waited)
         kinds = {kind for kind, *_ in seen.values()}
         apart = next((said[1] for said in seen.values() if said[0] == "apart"), "")
@@ -184,15 +204,19 @@ class AgreedFailure:
             verdict = Verdict("gone", over, "")
         elif missing:
             # A connection that was closed and nobody there: on another machine that is how a rank ends.
-            closed = tuple(rank for rank in missing if any(k == "gone" and rank in ranks for k, _, ranks, _ in seen.values()))
+            closed = tuple(rank for rank in missing if any(k == "gone" and rank in ranks for k, _, ranks, *_ in seen.values()))
             late = "late" in kinds or not closed
             verdict = Verdict("late", missing, mine, self.timeout_s) if late else Verdict("gone", closed, f"; {mine}")
         elif apart:
             verdict = Verdict("apart", (), apart)
         else:
-            verdict = Verdict("apart", (), f"all ranks are alive, but their calls did not finish: {mine}. {_ADVICE}")
-        progress = describe_progress({rank: Progress(**said[3]) for rank, said in seen.items() if said[3] is not None})
-        self._say("verdict", json.dumps([verdict.kind, verdict.ranks, verdict.found, verdict.within_s, progress]))
+            verdict = Verdict("open", (), mine)
+        progress = {rank: Progress(**said[3]) for rank, said in seen.items() if said[3] is not None}
+        evaluations = describe_evaluations(progress, self.processes)
+        methods = f"; {_METHODS}, too" if any(said[4] for said in seen.values()) else ""
+        on_all = f"{_EVALUATE}{methods}" if evaluations else _ON_ALL
+        words = f"{evaluations} {describe_progress(progress)}".strip()
+        self._say("verdict", json.dumps([verdict.kind, verdict.ranks, verdict.found, verdict.within_s, words, on_all]))
 
     def _say(self, what: str, text: str) -> None:
         # An empty value is no value to some stores.

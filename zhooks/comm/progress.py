@@ -7,7 +7,7 @@ keeps no tensor, and calls no collective.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from offload.text import counted, plural
 
-__all__ = ["LastInputs", "Progress", "by_rank", "describe_progress"]
+__all__ = ["LastInputs", "Progress", "by_rank", "describe_evaluations", "describe_progress"]
 
 #: So many ranks are named one by one, and so many tensors of a forward are kept.
 _NAMED, _KEPT = 4, 64
@@ -49,10 +49,14 @@ class Progress:
     Attributes:
         step: the one that is being made, as ``Steps.number`` counts them.
         inputs: what its last forward was given, see ``LastInputs.texts``.
+        evaluations: forwards without gradients that it has begun and that wait for other ranks, since ranks last met anew.
+        evaluating: it is in one.
     """
 
     step: int
     inputs: Sequence[str]
+    evaluations: int = 0
+    evaluating: bool = False
 
 
 def describe_progress(ranks: Mapping[int, Progress]) -> str:
@@ -70,6 +74,17 @@ def describe_progress(ranks: Mapping[int, Progress]) -> str:
             which = f" (tensor {place})" if max(len(one.inputs) for one in ranks.values()) > 1 else ""
             return f"{said}; inputs of the last forward{which}: {by_rank(dict(zip(ranks, column, strict=True)))}."
     return f"{said}."
+
+
+def describe_evaluations(ranks: Mapping[int, Progress], every: Collection[int]) -> str:
+    """Which ranks have run forwards without gradients that others have not, of ``every`` rank; "" where none is known to."""
+    counts = {rank: counted(one.evaluations, "forward") for rank, one in ranks.items()}
+    if len(set(counts.values())) > 1:
+        return f"Forwards without gradients so far: {by_rank(counts)}."
+    alone = [rank for rank, one in ranks.items() if one.evaluating]
+    if not alone or len(alone) == len(every):
+        return ""
+    return f"In a forward without gradients: {plural(len(alone), 'rank')} {', '.join(map(str, alone))}."
 
 
 def by_rank(held: Mapping[int, str]) -> str:

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from offload.disk import started_ticks
 from offload.errors import DivergenceError
-from zhooks.comm.agreed_failure import SAME_CALLS
 from zhooks.comm.ranges import ScatteredBytes
 from zhooks.comm.transport import Call
 from zhooks.layout import Axis
@@ -232,7 +231,7 @@ class Ring:
             raise DivergenceError(
                 f"rank {self._axis.ranks[self._axis.rank]} is in {label_text(expected)}, "
                 f"rank {self._axis.ranks[writer]} in {label_text(label)}: expected every rank to make the same "
-                f"calls in the same order. {SAME_CALLS}"
+                "calls in the same order"
             )
 
     def absent(self, message: Message) -> list[int]:

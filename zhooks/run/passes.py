@@ -33,6 +33,7 @@ class Pass:
         walk: along the path of the pass; None for a recomputation, which goes the way of its backward, and for a local pass
             (``Runtime._is_local``), which goes nowhere.
         keep: units that stay gathered for the backward that is to follow.
+        grad: it is differentiated.
         saving: what autograd saves passes through ours of its hooks.
         frames: from the outermost module inwards.
     """
@@ -41,5 +42,6 @@ class Pass:
     label: str = ""
     walk: Walk | None = None
     keep: frozenset[int] = frozenset()
+    grad: bool = True
     saving: bool = False
     frames: list[Frame] = field(default_factory=list)

@@ -102,6 +102,8 @@ class Runtime:
         self.relayout_due, self.releases = False, False
         self._breaks = Breaks()
         self._pass: Pass | None = None
+        #: Forwards without gradients that have begun and wait for other ranks, since ranks last met anew.
+        self.evaluations = 0
         self._back: Walk | None = None
         # Gathered now, and of these what stays for the next backward.
         self._out: dict[int, Unit] = {}
@@ -157,6 +159,11 @@ class Runtime:
     @property
     def _walk(self) -> Walk | None:
         return None if self._pass is None else self._pass.walk
+
+    @property
+    def evaluating(self) -> bool:
+        """A forward without gradients that waits for other ranks is under way."""
+        return self._pass is not None and not self._pass.grad and self._pass.walk is not None
 
     @property
     def _forward_runs(self) -> bool:
@@ -245,8 +252,9 @@ class Runtime:
             self.check_overlap()
         label = self.paths.label(scope, training, grad)
         walk = None if not grad and self._is_local() else self.paths.forward(label, scope, grad)
+        self.evaluations += not grad and walk is not None
         self.bus.begin("forward", label, at=HERE)
-        return Pass(caller, label, walk, frozenset() if walk is None else self.paths.keep(walk.path, grad=grad))
+        return Pass(caller, label, walk, frozenset() if walk is None else self.paths.keep(walk.path, grad=grad), grad=grad)
 
     def _is_local(self) -> bool:
         """Everything is gathered and stays so on every rank, as in ``resident``: a forward without gradients waits for nobody,

@@ -126,6 +126,33 @@ def test_a_rank_that_saves_alone_is_named_with_what_the_others_do_and_all_go_on_
     torch.testing.assert_close(full(model), _twice_trained())
 
 
+@on_ranks(2, instead=("a step", "a save"))
+def test_a_forward_without_gradients_on_one_rank_is_named_and_the_advice_is_to_evaluate_on_all(instead: str) -> None:
+    rank, _ = place()
+    model, attachment, optimizer = attached("shm", 4 * LIMIT_S)
+    for _ in range(2):
+        # Counted on each rank: recover() lets all of them begin anew.
+        with folder() as path, pytest.raises(zhooks.DivergenceError) as caught:
+            if rank == 0:
+                with torch.no_grad():
+                    model(torch.ones(2, 8))
+            if rank or instead == "a step":
+                attachment.save(path / "checkpoint") if instead == "a save" else step(model, optimizer)
+            # What one rank gathered for itself the others took for a step; now one of them is ahead.
+            step(model, optimizer)
+        said = str(caught.value)
+        assert "evaluate and generate on all ranks, not under `if rank == 0:`" in said and "attachment.resident()" in said
+        assert "Forwards without gradients so far: 1 forward on rank 0, 0 forwards on rank 1." in said
+        assert ("call save, load, detach and the like on all ranks, too;" in said) == (instead == "a save"), said
+        dist.barrier()
+        attachment.recover()
+    step(model, optimizer)
+    with attachment.resident(), torch.no_grad():
+        if rank == 0:
+            model(torch.ones(2, 8))
+    step(model, optimizer)
+
+
 @on_ranks(4)
 def test_ranks_that_wait_over_different_axes_are_found_out_too() -> None:
     rank, _ = place()

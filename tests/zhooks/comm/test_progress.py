@@ -13,7 +13,7 @@ import zhooks
 from tests.support.inside import comm_of, short_waits
 from tests.support.on_ranks import on_ranks, place
 from zhooks.comm import CONTROL, GATHER, Call, LastInputs, Progress, SameGathers
-from zhooks.comm.progress import describe_progress
+from zhooks.comm.progress import describe_evaluations, describe_progress
 from zhooks.layout import flat_layout
 
 
@@ -30,6 +30,16 @@ def test_ranks_that_differ_from_most_are_named_with_what_they_were_given() -> No
     )
     assert describe_progress({1: Progress(3, alike)}) == "Step 3 on rank 1."
     assert describe_progress({}) == ""
+
+
+def test_forwards_without_gradients_that_only_some_ranks_have_run_are_named() -> None:
+    one, none = Progress(3, [], evaluations=1, evaluating=True), Progress(3, [])
+    assert describe_evaluations({0: one, 1: none, 2: none}, range(3)) == (
+        "Forwards without gradients so far: 1 forward on rank 0, 0 forwards on the others."
+    )
+    # Nothing is known of rank 1, which did not answer.
+    assert describe_evaluations({0: one, 2: one}, range(3)) == "In a forward without gradients: ranks 0, 2."
+    assert describe_evaluations({0: one, 1: one}, range(2)) == describe_evaluations({0: none}, range(2)) == ""
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
