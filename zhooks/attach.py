@@ -36,7 +36,7 @@ from zhooks.checkpoint import StockFolders, StockState, remove_dead_jobs
 from zhooks.comm import CONTROL, Call, Comm, Progress, all_or_none, meet, open_comm, refuse_unconnected, refused_by_all
 from zhooks.compiled import keep_outside_graphs
 from zhooks.keywords import explained, explained_methods
-from zhooks.optim import Around, Closures, Optimizers, Owners, Rounding, Steps, watch_steps
+from zhooks.optim import Around, Closures, Optimizers, Owners, Rounding, Steps, Untrained, watch_steps
 from zhooks.plan import DeviceBudget, Plan, Request, StateBudgets, ignored_here, look, read
 from zhooks.planning import Choice, chosen_for
 from zhooks.report import (
@@ -192,10 +192,12 @@ class Attachment(
         alike = partial(self._optimizers.agreed, "compare replicas")
         self._replica_checks = ReplicaChecks(self._comm, self._bus, self._units, self._steps, alike, self._ignored)
         undo.callback(lambda: self._tiers.end_steps())
+        self._untrained = Untrained(type(self.model).__name__, partial(self._ignored.parameters, self.model))
         # A step calls them in this order; torch's hooks keep none of them alive.
         budgets = self._device_budget, self._state_budgets
         first: tuple[Around, ...] = (self._optimizers, *budgets, scaling, self._nonfinite, self._steps)
-        for around in first:
+        # One rank's warning is enough.
+        for around in first if self._comm.stage.axis.rank else (*first, self._untrained):
             undo.callback(watch_steps(around))
         if self._comm.failure is not None:
             undo.callback(self._comm.failure.ask, None)
@@ -228,6 +230,7 @@ class Attachment(
         if failure is None or failure.verdict is None:
             self._steps.go_on()
         self._steps.training_begins()
+        self._untrained.training_begins()
         self._replica_checks.training_begins(self.policy.resilience.check_every)
         self._plan_again()
 

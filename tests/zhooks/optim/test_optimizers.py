@@ -6,7 +6,9 @@ pytest runs it, on one and two ranks. What becomes of states that torch loads is
 from __future__ import annotations
 
 import gc
+import linecache
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +47,40 @@ def no_collector() -> Iterator[None]:
         for name in ("get_objects", "collect", "get_referrers"):
             patched.setattr(gc, name, lambda *_, name=name: pytest.fail(f"gc.{name} was called"))
         yield
+
+
+@on_ranks(1, 2)
+def test_gradients_that_no_optimizer_in_memory_will_use_are_warned_of_once_where_another_model_is_stepped() -> None:
+    model, other = net(), net()
+    zhooks.attach(model, policy=POLICY)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    # Nothing is known of a model that has no gradients: it may be frozen, or trained later.
+    backward(other)
+    optimizer.step()
+    # Nor of one that has run once: it may be left behind.
+    backward(model)
+    optimizer.step()
+    optimizer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            backward(model)
+            optimizer.step()
+    assert [linecache.getline(one.filename, one.lineno).strip() for one in caught] == ["optimizer.step()"] * (not place()[0])
+    for one in caught:
+        assert "found none in memory: this SGD holds other parameters, so nothing trains that model" in str(one.message)
+
+
+@on_ranks(1)
+def test_a_model_whose_own_optimizer_is_not_stepped_yet_is_not_said_to_be_untrained() -> None:
+    generator, discriminator = net(), nn.Linear(3, 1)
+    zhooks.attach(discriminator, policy=POLICY)
+    of_generator, of_discriminator = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (generator, discriminator))
+    for _ in range(2):
+        # The discriminator gets gradients here that nobody wants.
+        discriminator(generator(torch.ones(2, 6))).sum().backward()
+        of_generator.step()
+    of_discriminator.step()
 
 
 @on_ranks(2, end=("freeze", "detach"))
