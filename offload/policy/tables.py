@@ -471,7 +471,7 @@ class Comm(Table):
     bucket: Size = words(
         16 << 20,
         expected=f"{_SIZES}, at least 256 B",
-        does='Shared memory per rank that gathers and reductions pass through; only for "shm".',
+        does='Shared memory per rank that gathers and reductions pass through, beside every [budget]; only for "shm".',
         why="It does not depend on the model.",
         ge=256,
     )

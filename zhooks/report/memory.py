@@ -75,12 +75,16 @@ class MemoryReport:
 
     @property
     def by_tier(self) -> dict[str, int]:
-        """Bytes on each tier: model states and buffers now, activations at their peak (0 if none were counted)."""
+        """Bytes on each tier: model states and buffers now, activations at their peak (0 if none were counted).
+
+        Memory that all ranks of a machine share is on none.
+        """
         sums = dict.fromkeys((tier.value for tier in Tier), 0)
         for row in self.rows:
             sums[row.tier] += row.nbytes
         for name, nbytes in self.transient.items():
-            sums[_WHERE.get(name, "device")] += nbytes
+            if name != _SHARED:
+                sums[_WHERE.get(name, "device")] += nbytes
         for residue in self.residual:
             sums[residue.tier] += max(residue.nbytes or 0, residue.peak or 0)
         return sums
@@ -108,7 +112,9 @@ class MemoryReport:
             lines.append(f"{residue.what:<22}{residue.tier:<8}{figures}  {means}".rstrip())
         tiers = ", ".join(f"{tier} {mib(nbytes)}" for tier, nbytes in self.by_tier.items() if nbytes)
         counts = "with activations at their peak" if self._counts_activations else "without activations"
-        lines.append(f"total of model states and buffers, {counts}: {tiers or 'nothing'}")
+        shared = self.transient[_SHARED]
+        beside = f"; shared by the ranks of this machine {mib(shared)}" if shared else ""
+        lines.append(f"total of model states and buffers, {counts}: {tiers or 'nothing'}{beside}")
         lines.append(
             f"{self.psi:,} parameters over {counted(self.ranks, 'rank')}; for these, the ZeRO paper counts {mib(self.paper)} "
             "of model states at this stage, in mixed precision with Adam"
@@ -148,7 +154,7 @@ def memory_report(
     advised = advice(_on_device(seen), residual.terms) if residual.counted else None
     return replace(
         seen,
-        rest=tuple(unaccounted(flats[0].kind.device, seen.by_tier, store)),
+        rest=tuple(unaccounted(flats[0].kind.device, seen.by_tier, transient[_SHARED], store)),
         notes=(*_over_tp(comm), *notes(residual), *([advised] if advised else [])),
     )
 
@@ -175,7 +181,8 @@ def _over_tp(comm: Comm) -> list[str]:
 
 _MANY = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer states"}
 #: Buffers that lie elsewhere than on the device.
-_WHERE = {"staging": "host", "message rings": "host"}
+_WHERE = {"staging": "host", "message rings": "shared"}
+_SHARED = "message rings"
 
 
 def _on_device(seen: MemoryReport) -> dict[str, int]:

@@ -72,8 +72,13 @@ def activations(residual: Residual) -> Iterator[Residue]:
             yield Residue("activations in transit", tier.value, held, None, peak)
 
 
-def unaccounted(device: torch.device, known: Mapping[str, int], store: Store | None) -> Iterator[Residue]:
-    """What is reserved or resident beyond what is known: in CUDA's allocator and the tiers, and the process' own memory."""
+def unaccounted(device: torch.device, known: Mapping[str, int], shared: int, store: Store | None) -> Iterator[Residue]:
+    """What is reserved or resident beyond what is known: in CUDA's allocator and the tiers, and the process' own memory.
+
+    Args:
+        known: bytes by tier.
+        shared: bytes that other ranks have mapped, too.
+    """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         allocated, reserved = (int(stats.get(f"{what}_bytes.all.current", 0)) for what in ("allocated", "reserved"))
@@ -91,7 +96,7 @@ def unaccounted(device: torch.device, known: Mapping[str, int], store: Store | N
         locked += rounded[Tier.HOST]
     resident = _resident_nbytes()
     if resident is not None:
-        mine = known["host"] + locked + (known["device"] if device.type == "cpu" else 0)
+        mine = known["host"] + shared + locked + (known["device"] if device.type == "cpu" else 0)
         yield Residue("rest of the process", "host", resident - mine)
 
 

@@ -17,7 +17,7 @@ _MEANINGS = {
     "partial gradients": "of this rank's batch, not yet reduced over the ranks",
     "reduced ranges": "results of reductions that have not ended",
     "idle buffers": "kept for the next gathers and reductions",
-    "message rings": "shared memory, for messages between ranks of this machine",
+    "message rings": "one for all CPU ranks of this machine; no [budget] counts it",
     "staging": "values on their way between the device, host and disk tiers",
     "staging on device": "values of the host and disk tiers while they are in use",
     "arena, unused": "reserved by [device] arena",

@@ -1,13 +1,15 @@
 """What a rank holds at the end of backward: the report against the table's formula, and against every storage there is.
 
-pytest runs it, on one, two and four ranks. It never asks the operating system: buffers in use by comm are its own.
+pytest runs it, on one, two and four ranks. Of the operating system it asks only what is resident.
 """
 
 from __future__ import annotations
 
 import gc
 import re
+import resource
 import tempfile
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +111,22 @@ def test_before_any_step_there_are_neither_gradients_nor_states(stage: int) -> N
     rows = {row.what: (row.nbytes, row.formula) for row in attachment.memory().rows}
     parameter = PSI * 4 // (place()[1] if stage == 3 else 1)
     assert rows == {"parameter": (parameter, parameter), "gradient": (0, 0), "optimizer": (0, 0)}
+
+
+@on_ranks(1, 2)
+def test_what_host_memory_is_said_to_hold_is_within_its_budget_and_what_ranks_share_is_beside_it() -> None:
+    model, world = build(), place()[1]
+    tiers = {"parameter": {"tier": "host"}, "gradient": {"tier": "host"}, "budget": {"host": "2 MiB"}}
+    attachment = zhooks.attach(model, policy=policy_of(3, "fp32", **tiers, comm={"transport": "shm" if world > 1 else "auto"}))
+    backward(model)
+    report = attachment.memory()
+    rings = report.transient["message rings"]
+    assert 0 < report.by_tier["host"] <= 2 << 20 and (rings > 2 << 20) == (world > 1)
+    (rest,) = [row for row in report.rest if row.what == "rest of the process"]
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    assert rest.nbytes is not None and rest.nbytes <= resident - rings // 2, "what is shared is not unexplained, too"
+    said = str(report)
+    assert (re.search(r"message rings +shared .* no \[budget\] counts it", said) is not None and "; shared by the ranks" in said) == (world > 1)
 
 
 @on_ranks(2, stage=(1, 2, 3))
