@@ -1,6 +1,7 @@
 """A warning where a model has gradients that no optimizer will ever use, as the one that steps is of another model.
 
-`attach.py` makes one an attachment; torch's step hooks ask that of the first rank.  It looks through the interpreter's objects once, and changes nothing.
+`attach.py` makes one an attachment; torch's step hooks ask that of the first rank.  It looks through the interpreter's objects
+once, and changes nothing.
 
 Note: [Certain]
     That an optimizer steps which holds none of the attached parameters proves nothing: of a generator and its discriminator

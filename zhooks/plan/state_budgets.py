@@ -1,9 +1,9 @@
 """``[budget] host`` and ``disk`` against the states that an optimizer places there: at its first step, all of them at once.
 
 torch's step hooks ask, so that what does not fit is refused in one sum before anything is updated: states, and in host memory
-also what passes to and from the disk at once.  It allocates nothing.  What cannot be counted ahead (states of parameters that are
-updated whole or have no gradient, and those that no stand-in shows) the tiers admit block by block, when some or all parameters
-have been updated.
+also what passes to and from the disk at once.  It allocates nothing.  What cannot be counted ahead (states of parameters that
+are updated whole or have no gradient, and those that no stand-in shows) the tiers admit block by block, when some or all
+parameters have been updated.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from tests.zhooks.integrations.two_replicas import Two
 
 POLICY: dict[str, Any] = {"stage": 3, "optimizer": {"tier": "host"}}
 #: How the last line of a process begins that ended by an error of the project's own.
-NAMED = re.compile(r"^(offload\.errors|zhooks\.[\w.]+)\.\w+Error: ")
+NAMED = re.compile(r"^(offload\.errors|zhooks[\w.]*)\.\w+Error: ")
 
 
 def last_words(replicas: Two, group: int, rank: int) -> str:

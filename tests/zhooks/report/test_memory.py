@@ -126,7 +126,8 @@ def test_what_host_memory_is_said_to_hold_is_within_its_budget_and_what_ranks_sh
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     assert rest.nbytes is not None and rest.nbytes <= resident - rings // 2, "what is shared is not unexplained, too"
     said = str(report)
-    assert (re.search(r"message rings +shared .* no \[budget\] counts it", said) is not None and "; shared by the ranks" in said) == (world > 1)
+    row = re.search(r"message rings +shared .* no \[budget\] counts it", said)
+    assert (row is not None and "; shared by the ranks" in said) == (world > 1)
 
 
 @on_ranks(2, stage=(1, 2, 3))
