@@ -196,8 +196,8 @@ class Attachment(
         # A step calls them in this order; torch's hooks keep none of them alive.
         budgets = self._device_budget, self._state_budgets
         first: tuple[Around, ...] = (self._optimizers, *budgets, scaling, self._nonfinite, self._steps)
-        # One rank's warning is enough.
-        for around in first if self._comm.stage.axis.rank else (*first, self._untrained):
+        # Before what hides parameters from a step that is skipped; one rank's warning is enough.
+        for around in first if self._comm.stage.axis.rank else (self._untrained, *first):
             undo.callback(watch_steps(around))
         if self._comm.failure is not None:
             undo.callback(self._comm.failure.ask, None)

@@ -8,11 +8,13 @@ Note: [Certain]
     one is stepped while the other has gradients, for as many steps as the user likes.  That no optimizer in memory holds any of
     them does: whoever has built the right one, and will step it later, is not warned.  Nor is whoever goes on to another model
     (the next cell of a notebook), and leaves one behind with the gradients of its last backward: the model must have run again
-    between two such steps.  An error it is not: gradients may be wanted for their own sake.
+    between two such steps.  Where objects were frozen (``gc.freeze``) nothing is certain.  An error it is not: gradients may be
+    wanted for their own sake.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,7 +59,7 @@ class Untrained:
             if self._others < 2:
                 return
         self._known = True
-        if ours or holders(params):
+        if ours or gc.get_freeze_count() or holders(params):
             return
         kind = type(optimizer).__name__
         warn_user(

@@ -51,6 +51,7 @@ def no_collector() -> Iterator[None]:
 
 @on_ranks(1, 2)
 def test_gradients_that_no_optimizer_in_memory_will_use_are_warned_of_once_where_another_model_is_stepped() -> None:
+    gc.unfreeze()
     model, other = net(), net()
     zhooks.attach(model, policy=POLICY)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -71,11 +72,15 @@ def test_gradients_that_no_optimizer_in_memory_will_use_are_warned_of_once_where
         assert "found none in memory: this SGD holds other parameters, so nothing trains that model" in str(one.message)
 
 
-@on_ranks(1)
-def test_a_model_whose_own_optimizer_is_not_stepped_yet_is_not_said_to_be_untrained() -> None:
+@on_ranks(1, frozen=(False, True))
+def test_a_model_whose_own_optimizer_is_not_stepped_yet_is_not_said_to_be_untrained(frozen: bool) -> None:
+    gc.unfreeze()
     generator, discriminator = net(), nn.Linear(3, 1)
     zhooks.attach(discriminator, policy=POLICY)
     of_generator, of_discriminator = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (generator, discriminator))
+    if frozen:
+        # The collector does not show it any more.
+        gc.freeze()
     for _ in range(2):
         # The discriminator gets gradients here that nobody wants.
         discriminator(generator(torch.ones(2, 6))).sum().backward()
