@@ -80,8 +80,9 @@ def test_what_zhooks_counted_stands_beside_the_formula() -> None:
     assert found["formula"]["korthikanti_bytes"] == LAYERS.korthikanti_nbytes
     lines = shown("run.zprof")
     assert "activations device 8 MiB 8 MiB 48 MiB zhooks" in lines
-    assert "formula: 12 x hidden x batch x seq x layers: 4 layers, batch 2, seq 1024, hidden 256, 2 bytes" in lines
-    assert any(line.startswith("by Korthikanti's formula, in 16 bits with dropout: ") for line in lines)
+    given = "4 layers, batch 2, seq 1024, hidden 256, 2 bytes"
+    assert f"estimate of activations (ZeRO paper): 12 x hidden x batch x seq x layers: {given}" in lines
+    assert any(line.startswith("in 16 bits, with dropout, Korthikanti et al. (arXiv:2205.05198) estimate ") for line in lines)
 
 
 def test_activations_that_zhooks_counted_are_not_called_unseen_where_their_inputs_were_not_told_apart() -> None:

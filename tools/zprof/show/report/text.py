@@ -253,17 +253,17 @@ def _residual(run: Run) -> list[Any]:
     rows = [row for row in found["rows"] if row["bytes"] is not None or row["formula_bytes"]]
     if not rows:
         return []
-    columns = (("", "left"), ("tier", "left"), ("held", "right"), ("run's peak", "right"), ("by the formula", "right"))
+    columns = (("", "left"), ("tier", "left"), ("held", "right"), ("run's peak", "right"), ("estimate", "right"))
     drawing = _table(*columns, ("seen by", "left"))
     for row in rows:
         figures = ["-" if row[key] is None else sized(row[key]) for key in ("bytes", "peak_bytes", "formula_bytes")]
         drawing.add_row(Text(plain(row["name"])), row["tier"], *figures, plain(row["seen_by"] or "not seen"))
     lines: list[Any] = [drawing]
     if found["formula"]:
-        lines.append(Text(f"formula: {plain(found['formula']['words'])}"))
+        lines.append(Text(f"estimate of activations (ZeRO paper): {plain(found['formula']['words'])}"))
         if found["formula"]["korthikanti_bytes"] is not None:
             bound = sized(found["formula"]["korthikanti_bytes"])
-            lines.append(Text(f"by Korthikanti's formula, in 16 bits with dropout: {bound}"))
+            lines.append(Text(f"in 16 bits, with dropout, Korthikanti et al. (arXiv:2205.05198) estimate {bound}"))
     if any(row["bytes"] is None and row["name"] == "activations" for row in rows):
         lines.append(Text("activations were not seen: record with --level alloc"))
     return lines
