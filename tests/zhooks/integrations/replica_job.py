@@ -81,8 +81,9 @@ class History:
         return self.together >= steps and text.endswith("22") and (not alone or "12" in text[text.find("2") :])
 
 
-def die_in_transfer(where: str, chunk: int) -> None:
-    """This rank is killed before it sends ("sender"), or after it has received, this chunk of the first state on its way."""
+def die_in_transfer(where: str, chunk: int, armed: Path) -> None:
+    """This rank is killed before it sends ("sender"), or after it has received, this chunk of the first state that is on its
+    way once the file ``armed`` exists: another that joins late may take a state, too."""
     from zhooks.checkpoint import OfferedState
     from zhooks.integrations.peer_transfer import Arriving
 
@@ -90,7 +91,7 @@ def die_in_transfer(where: str, chunk: int) -> None:
 
     def count() -> None:
         nonlocal moved
-        moved += 1
+        moved += armed.exists()
         if moved == chunk:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -120,7 +121,7 @@ def train(job: dict[str, Any]) -> None:
 
     group, rank, ranks = job["group"], job["rank"], job["ranks"]
     if job.get("transfer") and rank == job["transfer"][2]:
-        die_in_transfer(job["transfer"][0], job["transfer"][1])
+        die_in_transfer(job["transfer"][0], job["transfer"][1], Path(job["armed"]))
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{job['port']}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )

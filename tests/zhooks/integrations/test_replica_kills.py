@@ -49,6 +49,7 @@ def test_a_receiver_that_is_killed_inside_a_transfer_ends_its_replica_and_the_ne
     try:
         first, second = replicas.start(0), replicas.start(1, (2, "backward"))
         assert replicas.ended(second) == [-signal.SIGKILL] * 2, replicas.said()
+        replicas.armed.touch()
         replicas.start(1, transfer=("receiver", chunk, rank))
         survivors_named_it(replicas, 1, rank)
         assert all(each.poll() is None for each in first), replicas.said()
@@ -67,6 +68,7 @@ def test_a_sender_that_is_killed_inside_a_transfer_leaves_nobody_with_a_part_of_
     try:
         replicas.start(0, transfer=("sender", chunk, rank))
         assert replicas.ended(replicas.start(1, (2, "backward"))) == [-signal.SIGKILL] * 2, replicas.said()
+        replicas.armed.touch()
         torn = replicas.start(1)
         survivors_named_it(replicas, 0, rank)
         # What it has is a part of a state that nobody has any more.

@@ -53,6 +53,11 @@ class Two:
             heartbeat_timeout_ms=1000,
         )  # fmt: skip
 
+    @property
+    def armed(self) -> Path:
+        """From when on a rank may be killed in a transfer."""
+        return self.folder / "armed"
+
     def start(
         self, group: int, die: tuple[int, str] | None = None, transfer: tuple[str, int, int] | None = None
     ) -> list[subprocess.Popen[bytes]]:
@@ -64,7 +69,7 @@ class Two:
                 "group": group, "rank": rank, "ranks": self.ranks, "port": port, "lighthouse": self.house.address(),
                 "policy": self.policy, "steps": self.together, "alone": self.alone, "die": die, "transfer": transfer,
                 "seed": self.seeds[group],
-                "stop": str(self.folder / "stop"), "log": str(self.folder / f"log{group}{rank}"),
+                "stop": str(self.folder / "stop"), "armed": str(self.armed), "log": str(self.folder / f"log{group}{rank}"),
                 "out": str(self.folder / f"out{group}{rank}"),
             }  # fmt: skip
             command = [sys.executable, "-W", "error", "-m", "tests.zhooks.integrations.replica_job", json.dumps(job)]
