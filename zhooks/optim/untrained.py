@@ -15,14 +15,14 @@ Note: [Certain]
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from offload.user_warnings import warn_user
+from zhooks.optim.kernel import grad_of
 from zhooks.optim.optimizers import holders
 
 __all__ = ["Untrained"]
@@ -53,7 +53,7 @@ class Untrained:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         ours = any(id(param) in stepped for param in params)
         if not ours:
-            if not self._ran or not _have_gradients(params):
+            if not self._ran or all(grad_of(param) is None for param in params):
                 return
             self._ran, self._others = False, self._others + 1
             if self._others < 2:
@@ -70,9 +70,3 @@ class Untrained:
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """torch's post-hook."""
-
-
-def _have_gradients(params: Sequence[nn.Parameter]) -> bool:
-    # Nothing is to be reduced for a look.
-    with torch._C.DisableTorchFunctionSubclass():
-        return any(param.grad is not None for param in params)
