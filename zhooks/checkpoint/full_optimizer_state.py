@@ -16,7 +16,7 @@ from offload.errors import CheckpointError
 from zhooks.checkpoint.owned_states import from_first_rank
 from zhooks.checkpoint.rank0_values import SAFETENSORS, spread_values
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
-from zhooks.optim import OwnedStates, shard_vectors, with_owners
+from zhooks.optim import OwnedStates, params_of, shard_vectors, with_owners
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat
 
@@ -41,7 +41,7 @@ def plan_of(packed: Any, optimizer: torch.optim.Optimizer, flats: Sequence[Flat]
     here = [len(group["params"]) for group in optimizer.param_groups]
     if saved != here:
         raise _expected(f"groups of {saved} parameters where it has {here}")
-    order = [param for group in optimizer.param_groups for param in group["params"]]
+    order = params_of(optimizer)
     shapes = {id(param): spec.shape for flat in flats for param, spec in flat.members()}
     values, owned = [], []
     for index, entry in packed["state"].items():
@@ -84,7 +84,7 @@ def apply_plan(
     Raises:
         CheckpointError: torch cannot make this optimizer of it; it is as it was.
     """
-    order = [param for group in optimizer.param_groups for param in group["params"]]
+    order = params_of(optimizer)
     place = {id(param): index for index, param in enumerate(order)}
     source = packed["state"] if isinstance(packed, dict) else {}
     state: dict[int, dict[str, Any]] = {}

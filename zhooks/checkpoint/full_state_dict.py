@@ -29,7 +29,7 @@ from zhooks.checkpoint.rank0_values import flats_of, from_first, is_first, sprea
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
 from zhooks.compiled import named_parameters, plain_name
 from zhooks.layout import Division, Ignored, is_divided, part_of, whole_of
-from zhooks.optim import mapped, state_keys, states_of, whole_copies
+from zhooks.optim import mapped, params_of, state_keys, states_of, whole_copies
 from zhooks.run import Runtime
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Unit
@@ -66,7 +66,7 @@ def full_state(
     copies: dict[int, Tensor] = {}
     if optimizer is not None:
         copies = whole_copies(dict(optimizer.state), _CPU, here=wanted)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         owned = states_of_owners(optimizer, params, comm.shard, (0,))
     if wanted:
         values |= {id(param): _cpu(param) for param in plain_of(ignored, "state_dict").values() if id(param) not in values}
@@ -123,7 +123,7 @@ def _optimizer_state(
     copies: dict[int, Tensor],
 ) -> dict[str, Any]:
     packed = optimizer.state_dict()
-    order = [param for group in optimizer.param_groups for param in group["params"]]
+    order = params_of(optimizer)
 
     def here(value: Tensor) -> Any:
         return copies[id(value)] if id(value) in copies else _cpu(value)

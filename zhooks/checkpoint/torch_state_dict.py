@@ -26,7 +26,16 @@ from zhooks.checkpoint.rank0_values import flats_of, whole_values
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
 from zhooks.grad import Asked, full_state_asked
 from zhooks.layout import Ignored
-from zhooks.optim import about_state, mapped, shard_vectors, state_keys, states_of, vectors_in, whole_copies
+from zhooks.optim import (
+    about_state,
+    mapped,
+    params_of,
+    shard_vectors,
+    state_keys,
+    states_of,
+    vectors_in,
+    whole_copies,
+)  # fmt: skip
 from zhooks.run import Inert
 from zhooks.tensor import ParamShard, ShardedTensor, ShardedVector
 from zhooks.unit import Unit
@@ -185,7 +194,7 @@ class StockState:
         """Put whole values in place of ranges in an optimizer's state dict, never in its own states.  Collective."""
         self._finish_backward()
         check_alike(self._model, self._ignored, self._comm, "state_dict", optimizer)
-        order = [param for group in optimizer.param_groups for param in group["params"]]
+        order = params_of(optimizer)
         index = {id(param): number for number, param in enumerate(order)}
         state: dict[Any, Any] = packed["state"]
         for flat in flats_of(self._units):

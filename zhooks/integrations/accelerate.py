@@ -25,6 +25,7 @@ from zhooks.integrations.marks import NO_SYNC, mark, unmark
 from zhooks.integrations.other_ranks import RandomStates, SavedBy, saved_by
 from zhooks.integrations.required import require
 from zhooks.integrations.weights import whole_weights
+from zhooks.optim import holds
 
 require("accelerate", "accelerate", (1, 0))
 
@@ -315,11 +316,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return max(folders, key=lambda folder: int(folder.name.rpartition("_")[2]))
 
     def _optimizers_of(self, attachment: Attachment) -> tuple[torch.optim.Optimizer, ...]:
-        mine = {id(param) for param in attachment.model.parameters()}
         bare = [bare_optimizer(each) for each in self._optimizers]
-        return tuple(
-            each for each in bare if any(id(param) in mine for group in each.param_groups for param in group["params"])
-        )
+        return tuple(each for each in bare if holds(each, attachment.model.parameters()))
 
     @contextmanager
     def _but_ours(self, models: bool) -> Iterator[None]:

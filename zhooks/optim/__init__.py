@@ -5,8 +5,9 @@ from __future__ import annotations
 from zhooks.optim.assign_owners import assign
 from zhooks.optim.choose_kernel import choices_of
 from zhooks.optim.closures import Closures, closure_of
+from zhooks.optim.groups import holders, holds, params_of
 from zhooks.optim.kernel import grad_of
-from zhooks.optim.optimizers import Optimizers, about_state, holders, optimizer_facts, partitions
+from zhooks.optim.optimizers import Optimizers, about_state, optimizer_facts, partitions
 from zhooks.optim.overlap import Overlap
 from zhooks.optim.owned_states import OwnedStates, flags_of, nbytes_of, plain_parts, tensors_in, with_owners
 from zhooks.optim.owners import Owners, Whole
@@ -46,10 +47,12 @@ __all__ = [
     "flags_of",
     "grad_of",
     "holders",
+    "holds",
     "mapped",
     "nbytes_of",
     "open_worker",
     "optimizer_facts",
+    "params_of",
     "partitions",
     "plain_parts",
     "plain_states_of",

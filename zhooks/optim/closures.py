@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zhooks.comm import CONTROL, Call, Transport
+from zhooks.optim.groups import holds
 
 __all__ = ["Closures", "closure_of"]
 
@@ -45,8 +46,7 @@ class Closures:
         kind: Any = type(optimizer)
         if self._world.axis.world == 1 or not _requires_closure(kind):
             return None
-        ours = {id(param) for param in self._params()}
-        if not any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
+        if not holds(optimizer, self._params()):
             return None
         closure = closure_of(args, kwargs)
         if closure is None:

@@ -7,7 +7,7 @@ It never moves a value between tiers.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zhooks.optim.groups import leave
 from zhooks.unit import Flat
 
 __all__ = [
-    "BY_RANGES", "NO_ARGUMENTS", "Arguments", "FlatUpdate", "Kernel", "TorchKernel", "grad_of", "leave", "names_of", "narrowed",
-    "step_of",
+    "BY_RANGES", "NO_ARGUMENTS", "Arguments", "FlatUpdate", "Kernel", "TorchKernel", "grad_of", "narrowed", "step_of",
 ]  # fmt: skip
 
 
@@ -131,22 +131,6 @@ def narrowed(
         own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks = hooks
         for back in undo:
             back()
-
-
-def leave(group: dict[str, Any], params: Iterable[nn.Parameter], names: Iterable[str] | None = None) -> Callable[[], None]:
-    """Leave a group these parameters and their names; returns what gives it back those it had."""
-    held: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
-    params = list(params)
-    if "param_names" in held:
-        known = names_of(group)
-        group["param_names"] = [known.get(id(param), "") for param in params] if names is None else list(names)
-    group["params"] = params
-    return lambda: group.update(held)
-
-
-def names_of(group: dict[str, Any]) -> dict[int, str]:
-    """The names that its parameters were given with, by identity."""
-    return {id(param): name for param, name in zip(group["params"], group.get("param_names", ()), strict=False)}
 
 
 def grad_of(param: nn.Parameter) -> Tensor | None:

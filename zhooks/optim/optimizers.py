@@ -33,11 +33,12 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import CheckpointError, DivergenceError, ShardedOpError
 from zhooks.comm import CONTROL, AllRanks, Call, Facts, Transport, disagreement, text_digest
+from zhooks.optim.groups import holders, params_of
 from zhooks.optim.owned_states import OwnedStates, tensors_in
 from zhooks.optim.owners import Owners
 from zhooks.tensor import ParamShard, ShardedTensor, ShardedVector
 
-__all__ = ["Optimizers", "about_state", "holders", "optimizer_facts", "partitions"]
+__all__ = ["Optimizers", "about_state", "optimizer_facts", "partitions"]
 
 
 class States(Protocol):
@@ -255,7 +256,7 @@ class Optimizers:
             CheckpointError: two of them cannot be told apart.
         """
         known, params = self.agreed(verb), self._params()
-        stepped = {id(param) for one in known for group in one.param_groups for param in group["params"]}
+        stepped = {id(param) for one in known for param in params_of(one)}
         if any(param.requires_grad and id(param) not in stepped for param in params):
             known = _once([*known, *self._search(verb, params, lambda one: True)])
         return known
@@ -312,18 +313,6 @@ class Optimizers:
         return found
 
 
-def holders(params: Iterable[Tensor]) -> list[Optimizer]:
-    """Every optimizer in memory that holds one of these parameters, those that wait for the collector among them."""
-    wanted = {id(param) for param in params}
-    return [
-        found
-        for found in gc.get_objects()
-        if issubclass(type(found), Optimizer)
-        and hasattr(found, "state")
-        and any(id(param) in wanted for group in getattr(found, "param_groups", ()) for param in group["params"])
-    ]
-
-
 def partitions(optimizer: object) -> str:
     """What is wrong with an optimizer that gives every rank whole parameters of its own to step; "" where it does not."""
     known: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
@@ -378,7 +367,7 @@ def _told_apart(optimizer: Optimizer, params: Sequence[Tensor]) -> tuple[list[in
 def _places(optimizer: Optimizer, params: Sequence[Tensor]) -> list[int]:
     """Which of ``params`` it holds."""
     place = {id(param): number for number, param in enumerate(params)}
-    return [place[id(param)] for group in optimizer.param_groups for param in group["params"] if id(param) in place]
+    return [place[id(param)] for param in params_of(optimizer) if id(param) in place]
 
 
 def _has_ranges(optimizer: Optimizer, params: Sequence[Tensor]) -> bool:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from offload.errors import CheckpointError
 from zhooks.comm import CONTROL, AllRanks, Call, Comm, Transport
 from zhooks.optim.assign_owners import assign, cost_of
-from zhooks.optim.kernel import names_of
+from zhooks.optim.groups import names_of
 from zhooks.optim.owned_states import OwnedStates, flags_of, holds_states, tensors_in
 from zhooks.optim.probe import Verdict, probe
 from zhooks.optim.references import beside_params, kept_elsewhere

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zhooks.optim.counters import OF_PARAMS
+from zhooks.optim.groups import params_of
 from zhooks.optim.owned_states import plain_parts
 from zhooks.tensor import ShardedTensor
 
@@ -103,7 +104,7 @@ def _find(value: Any, path: str, ids: set[int], seen: set[int], depth: int) -> s
         return ""
     seen.add(id(value))
     if isinstance(value, Optimizer):
-        own = any(id(param) in ids for group in value.param_groups for param in group["params"])
+        own = any(id(param) in ids for param in params_of(value))
         own = own or any(id(key) in ids for key in value.state)
         return f"{path}, an optimizer of its own" if own else ""
     for name, inside in _inside(value):

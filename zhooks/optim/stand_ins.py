@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zhooks.optim.counters import OF_PARAMS
-from zhooks.optim.kernel import names_of
+from zhooks.optim.groups import names_of
 
 __all__ = ["LARGE", "OURS", "CannotTry", "Place", "drawn", "gradient_of", "marked", "marks_of", "twin_of", "value_of"]
 

@@ -22,7 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from offload.errors import ShardedOpError
 from zhooks.grad import running
-from zhooks.optim.kernel import Arguments, FlatUpdate, leave
+from zhooks.optim.groups import leave
+from zhooks.optim.kernel import Arguments, FlatUpdate
 from zhooks.optim.overlap import Overlap
 from zhooks.optim.owners import Whole
 from zhooks.optim.tiered_update import Updater

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offload.errors import DivergenceError
+from zhooks.optim.groups import holds
 
 __all__ = ["Steps"]
 
@@ -82,5 +83,4 @@ class Steps:
 
     def ours(self, optimizer: Optimizer) -> bool:
         """It holds some parameter of the attachment."""
-        mine = {id(param) for param in self._params()}
-        return any(id(param) in mine for group in optimizer.param_groups for param in group["params"])
+        return holds(optimizer, self._params())

@@ -22,8 +22,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offload.user_warnings import warn_user
+from zhooks.optim.groups import holders, holds
 from zhooks.optim.kernel import grad_of
-from zhooks.optim.optimizers import holders
 
 __all__ = ["Untrained"]
 
@@ -50,8 +50,7 @@ class Untrained:
         if self._known:
             return
         params = self._params()
-        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        ours = any(id(param) in stepped for param in params)
+        ours = holds(optimizer, params)
         if not ours:
             if not self._ran or all(grad_of(param) is None for param in params):
                 return

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zhooks.optim.groups import params_of
 from zhooks.optim.owned_states import OwnedStates, tensors_in
 from zhooks.tensor import ParamShard, ShardedTensor, ShardedVector, vector_of
 
@@ -56,7 +57,7 @@ def whole_vectors(optimizer: Optimizer) -> bool:
 
 def shard_vectors(optimizer: Optimizer) -> None:
     """Plain vectors as long as all parameters together become this rank's ranges of them; alike on every rank."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params: list[Any] = params_of(optimizer)
     # A vector of one 1-D parameter has its shape, and is a state like others.
     if not all(isinstance(param, ShardedTensor) for param in params) or (len(params) == 1 and params[0].dim() == 1):
         return

@@ -20,7 +20,7 @@ from offload.policy import Policy
 from offload.text import shown
 from zhooks.comm import CONTROL, Call, Comm, Transport, text_digest
 from zhooks.layout import Axis, Division, Group, Ignored, Mesh, is_divided, part_of
-from zhooks.optim import holders, partitions
+from zhooks.optim import holders, holds, partitions
 from zhooks.plan.initialisers import is_meta
 from zhooks.run import Before, wrapper
 from zhooks.tensor import ShardedTensor
@@ -52,14 +52,14 @@ def check_holds(optimizers: Sequence[object], model: nn.Module, verb: str) -> No
     Raises:
         CheckpointError: one is none, or holds no parameter of the model.
     """
-    wanted = {id(param) for param in model.parameters()}
+    params = list(model.parameters())
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
             raise CheckpointError(
                 f"{verb}: expected a torch.optim.Optimizer, several of them, or () for none, found {_kind(each)}. Pass the "
                 "optimizer itself."
             )
-        if wanted and not any(id(param) in wanted for group in each.param_groups for param in group["params"]):
+        if params and not holds(each, params):
             raise CheckpointError(
                 f"{verb}: expected an optimizer of the model's parameters, found {type(each).__name__} with none of them. Pass "
                 "the one that was built from model.parameters()."
@@ -283,8 +283,7 @@ def check_embeddings(model: nn.Module, ignored: Ignored, axes: Mesh) -> None:
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, ignored: Ignored) -> None:
     """The optimizer passed must be the model's; others that already hold state must be passed."""
     params = ignored.parameters(model)
-    wanted = {id(param) for param in params}
-    if optimizer is not None and not any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
+    if optimizer is not None and not holds(optimizer, params):
         raise AttachError(
             f"attach: expected {type(optimizer).__name__} to hold parameters of {type(model).__name__}, found none "
             "of them. Build it from model.parameters()."

@@ -12,6 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from zhooks.grad import in_backward
+from zhooks.optim import holds
 from zhooks.unit import Unit
 
 __all__ = ["FirstSteps"]
@@ -41,8 +42,7 @@ class FirstSteps:
             return
         if self._counted.get(optimizer) == len(optimizer.param_groups):
             return
-        ours = {id(param) for unit in self._units for flat in unit.flats for param in flat.params}
-        if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
+        if holds(optimizer, (param for unit in self._units for flat in unit.flats for param in flat.params)):
             self._admit_states(optimizer)
         self._counted[optimizer] = len(optimizer.param_groups)
 

@@ -19,7 +19,7 @@ from offload.text import as_enough, as_size
 from offload.tier import Tier
 from zhooks.comm import Comm, least
 from zhooks.layout import UnitPlan
-from zhooks.optim import OwnedStates, grad_of
+from zhooks.optim import OwnedStates, grad_of, params_of
 from zhooks.plan.first_steps import FirstSteps
 from zhooks.plan.state_sizes import Stored, stored_states
 from zhooks.plan.tiers import PASSING, SMALLER_UNITS, in_all
@@ -98,7 +98,7 @@ def _passing(optimizer: Optimizer, states: Stored, policy: Policy, plans: Iterab
     """Of each update that the optimizer's step makes, flat by flat, the least that has to be in host memory of what is on the
     disk; ``states``: those that are there."""
     yield 0
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    held = {id(param) for param in params_of(optimizer)}
     for unit in plans:
         for flat in unit.flats:
             mine = [param for param in unit.params(flat) if id(param) in held and grad_of(param) is not None]

@@ -30,7 +30,7 @@ from offload.text import as_size
 from offload.tier import Tier
 from zhooks.comm import AllRanks, Comm, all_or_none, least
 from zhooks.layout import FLATS
-from zhooks.optim import closure_of, watch_steps
+from zhooks.optim import closure_of, holds, watch_steps
 from zhooks.planning.automatic import Choice, held, moved, on_this_machine
 from zhooks.planning.axes import Candidate, candidates
 from zhooks.planning.best_first import Limits, Memory
@@ -98,7 +98,6 @@ class Replanning:
         self._choice, self._comm, self._bus, self._quiet, self._optimizers = choice, comm, bus, quiet, optimizers
         self._placed, self._change, self._tell = placed, change, tell
         self._seam = open_device(choice.request.device)
-        self._ours = {id(param) for param in choice.request.model.parameters()}
         self._steps, self._stepped, self._highest, self._over = 0, False, 0, False
         self._closures = False
         self._unwatch = watch_steps(self)
@@ -127,7 +126,7 @@ class Replanning:
             self._stepped = True
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
-        return any(id(param) in self._ours for group in optimizer.param_groups for param in group["params"])
+        return holds(optimizer, self._choice.request.model.parameters())
 
     def training_begins(self) -> None:
         """A training pass begins on every rank.  Collective after each step from the third on, until it is over."""

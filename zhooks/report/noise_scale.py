@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from zhooks.comm import CONTROL, Call, Comm
 from zhooks.grad import Probe, Reducer, Sent
-from zhooks.optim import watch_steps
+from zhooks.optim import holds, watch_steps
 from zhooks.report.grad_norms import square, squares
 from zhooks.unit import Flat, Unit
 
@@ -272,8 +272,7 @@ class PassesProbe(Probe):
 
     def after(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A step has been made of the gradients that the last backward left."""
-        mine = {id(param) for unit in self._units for flat in unit.flats for param in flat.params}
-        if any(id(param) in mine for group in optimizer.param_groups for param in group["params"]):
+        if holds(optimizer, (param for unit in self._units for flat in unit.flats for param in flat.params)):
             self._end()
 
     def _fresh(self) -> bool:

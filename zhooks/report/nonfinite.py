@@ -27,7 +27,7 @@ from offload.errors import NonFiniteError
 from offload.policy import Policy
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
 from zhooks.layout import part_of
-from zhooks.optim import Steps, closure_of
+from zhooks.optim import Steps, closure_of, params_of
 from zhooks.run import Runtime
 from zhooks.tensor import overflowed
 from zhooks.unit import Unit
@@ -146,7 +146,7 @@ class NonFinite:
         self._runtime.due()
         if not self._suspected():
             return
-        if self._anywhere(_unusable(param for group in optimizer.param_groups for param in group["params"])):
+        if self._anywhere(_unusable(params_of(optimizer))):
             if not self._bad:
                 # It was another rank's.
                 self._origin = {"made": "", "sent": ""}
