@@ -48,6 +48,8 @@ class Store:
 
     Attributes:
         staging_limit: that, from now on.
+        make_room: called where a tier is full and nothing here can be waited for: has who fetched ahead close what it can do
+            without; whether there was any.
     """
 
     #: Blocks that stay open after they were opened on demand.
@@ -60,6 +62,7 @@ class Store:
     ) -> None:
         self.device, self.host, self.budget = device, host, budget
         self.staging_limit = staging_nbytes
+        self.make_room: Callable[[], bool] = _nobody
         self._open_disk = disk
         self._disk: Disk | None = None
         self._blocks, self._staging = Allocator(self), Allocator(self)
@@ -460,7 +463,7 @@ class Store:
                     pass
                 elif idle:
                     self._evict(idle[0])
-                else:
+                elif not self.make_room():
                     raise
 
     def _sweep(self) -> None:
@@ -493,7 +496,7 @@ class Store:
 
     def shut(self) -> None:
         """Release everything; blocks are not used again."""
-        self._closed = True
+        self._closed, self.make_room = True, _nobody
         self._writing_back.clear()
         self._recent.clear()
         if self._disk is not None:
@@ -501,3 +504,8 @@ class Store:
         self.device.close()
         self.host.close()
         self.budget.account.close()
+
+
+def _nobody() -> bool:
+    """Nobody has fetched ahead."""
+    return False

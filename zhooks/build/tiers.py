@@ -125,6 +125,7 @@ class StoredTiers(Tiers):
     def step(
         self, policy: Policy, bus: Bus, units: Sequence[Unit], runtime: Runtime, rounding: Rounding, optimizers: Optimizers
     ) -> None:
+        self.store.make_room = runtime.make_room
         self.stepper = open_stepper(policy, self.store, bus, units, runtime, rounding, optimizers)
 
     def adopt(self, optimizers: Sequence[torch.optim.Optimizer], flat: Flat) -> None:

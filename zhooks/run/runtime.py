@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from offload.errors import ShardedOpError
+from offload.errors import BudgetError, ShardedOpError
 from offload.events import HERE, Bus
 from offload.policy import Policy
 from zhooks.activation import SavedParameters
@@ -109,6 +109,8 @@ class Runtime:
         self._out: dict[int, Unit] = {}
         self._kept: frozenset[int] = frozenset()
         self._resident = 0
+        # What is fetched now can wait.
+        self._fetches_ahead = False
         # Numbers of units that stay gathered until resharded.
         self._unsharded: frozenset[int] = frozenset()
         # Modules that differentiated forwards began at, and those that ran below them without.
@@ -324,8 +326,7 @@ class Runtime:
                     self._gather_for_others(self._units[number], frozenset() if self._pass is None else self._pass.keep)
                 elif not (backward and number in self._kept):
                     self._start(self._units[number])
-            for number in step.fetch:
-                self._units[number].prepare()
+            self._fetch_ahead(step.fetch)
         self._start(unit)
         if backward and self.releases:
             self.reducer.came_to(unit.number)
@@ -338,6 +339,25 @@ class Runtime:
                 self.saved.live(flat)
                 if flat.releasable:
                     self._out[unit.number] = unit
+
+    def _fetch_ahead(self, numbers: Sequence[int]) -> None:
+        """What the gathers that are launched next will send starts to be fetched from its tier, as far as there is memory."""
+        self._fetches_ahead = True
+        try:
+            with suppress(BudgetError):
+                for number in numbers:
+                    self._units[number].prepare()
+        finally:
+            self._fetches_ahead = False
+
+    def make_room(self) -> bool:
+        """A tier is full: what gathers send goes back to it, those under way finished first; whether there was any.
+
+        All ranks launched these gathers before they come here, so each of them comes to an end; not under ``[schedule] uneven``.
+        """
+        if self._fetches_ahead or self.paths.choices.uneven:
+            return False
+        return any([flat.settle() for unit in self._units for flat in unit.flats])
 
     def _release_idle(self, step: Step, backward: bool) -> None:
         """Units that are neither in use, nor next, nor to be kept for backward are released."""

@@ -113,6 +113,11 @@ class Buffer:
         """Start filling the full buffer, [layout.padded] in the compute dtype.  Collective where ranks share it."""
         return gather(self._transport, self._call, self._values, full, self._layout)
 
+    @property
+    def sending(self) -> bool:
+        """Memory is held for what a gather sends."""
+        return False
+
     def sent(self) -> None:
         """The gather has read what it sends, or will never happen."""
 
@@ -225,6 +230,10 @@ class StoreBuffer(Buffer):
     def fill(self, full: Tensor) -> Work:
         self.refresh()
         return self._store.read_into(self.sends, full)
+
+    @property
+    def sending(self) -> bool:
+        return bool(self._sending)
 
     def sent(self) -> None:
         while self._sending:

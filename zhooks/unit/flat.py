@@ -39,14 +39,19 @@ class State(Enum):
     """Where the full values of a flat buffer are."""
 
     RELEASED = "released"
+    LAUNCHING = "launching"
     GATHERING = "gathering"
     GATHERED = "gathered"
 
 
 MOVES = {
-    (State.RELEASED, "begin"): State.GATHERING,
+    (State.RELEASED, "begin"): State.LAUNCHING,
+    (State.GATHERED, "begin"): State.LAUNCHING,
+    # An interrupt has left it so.
+    (State.LAUNCHING, "begin"): State.LAUNCHING,
+    (State.LAUNCHING, "release"): State.RELEASED,
+    (State.LAUNCHING, "launched"): State.GATHERING,
     (State.GATHERING, "finish"): State.GATHERED,
-    (State.GATHERED, "begin"): State.GATHERING,
     (State.GATHERED, "release"): State.RELEASED,
 }
 
@@ -210,6 +215,7 @@ class Flat:
         try:
             with torch.no_grad(), torch.inference_mode(False):
                 self._work = self.buffer.fill(self.full)
+            self._move("launched")
         except BaseException:
             self.abandon()
             raise
@@ -242,6 +248,17 @@ class Flat:
             self.bus.end("wait gather", self.name, at=HERE)
             self.bus.end("gather", self.name, self.moved_nbytes, at=during(work) or HERE)
 
+    def settle(self) -> bool:
+        """Give back what the next gather was to send, and what one under way sends once it has been finished; whether there was
+        any."""
+        if not self.buffer.sending or self.state is State.LAUNCHING:
+            return False
+        if self.state is State.GATHERING:
+            self.finish_gather()
+        else:
+            self.buffer.sent()
+        return True
+
     def end_gather(self) -> None:
         """Finish what was gathered ahead and is not wanted any more: that its tier failed is nobody's concern."""
         if self.state is State.GATHERING:
@@ -270,7 +287,7 @@ class Flat:
             self.state = State.RELEASED
             self.views.drop(self.full)
             self.full = None
-        elif self.state is State.GATHERING:
+        elif self.state in (State.LAUNCHING, State.GATHERING):
             self.state, self._version = State.GATHERED, -1
 
     def forget(self) -> None:
