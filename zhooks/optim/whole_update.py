@@ -128,13 +128,19 @@ class WholeUpdater:
         away = [one for one in mine if self._tiers.stored(one)]
         planned = [*filter(None, planned), *by_flat(away, self._most_stored)]
         with closing(Ahead(self._tiers, optimizer, planned)) as ahead:
-            for members in planned:
-                now = ahead.next()
-                now.wait()
-                for one, value in self._stepped(optimizer, [(one, *_whole_of(one)) for one in members], arguments):
-                    _write(one, one.spec.pick(value))
-                self._tiers.written(members)
-                now.close()
+            for number, members in enumerate(planned):
+                done = number
+                try:
+                    now = ahead.next()
+                    now.wait()
+                    for one, value in self._stepped(optimizer, [(one, *_whole_of(one)) for one in members], arguments):
+                        _write(one, one.spec.pick(value))
+                    done += 1
+                    self._tiers.written(members)
+                    now.close()
+                except Exception as error:
+                    error.add_note(_half_done(f"{done} of {len(planned)}", "parameters and states"))
+                    raise
 
     def _step_shared(self, optimizer: Optimizer, updates: Sequence[Whole], arguments: Arguments) -> None:
         going = self._rounds(optimizer, updates)
@@ -180,10 +186,7 @@ class WholeUpdater:
         except Exception as error:
             if coming is not None:
                 coming.work.wait()  # it would be taken for what comes next
-            error.add_note(
-                f"zhooks: in this step, {done} rounds of parameters that are updated whole were complete. The parameters of "
-                "this round are unchanged; their states may have advanced. Load the last checkpoint before you continue."
-            )
+            error.add_note(_half_done(done, "states"))
             raise
 
     def _agree(self, problem: Exception | None, done: str) -> None:
@@ -332,6 +335,14 @@ def _gradient(one: Whole) -> Tensor:
     assert grad is not None
     local = grad._local if isinstance(grad, ShardedTensor) else one.spec.take(grad)
     return local.to(one.flat.kind.master)
+
+
+def _half_done(done: str, more: str) -> str:
+    """What a step that failed leaves behind."""
+    return (
+        f"zhooks: in this step, {done} rounds of parameters that are updated whole were complete; {more} of one more round may "
+        "have been updated, too. Load the last checkpoint before you continue."
+    )
 
 
 def _whole_of(one: Whole) -> tuple[Tensor, Tensor]:
