@@ -353,11 +353,13 @@ class Runtime:
     def make_room(self) -> bool:
         """A tier is full: what gathers send goes back to it, those under way finished first; whether there was any.
 
-        All ranks launched these gathers before they come here, so each of them comes to an end; not under ``[schedule] uneven``.
+        All ranks launched these gathers before they come here, so each of them comes to an end; under ``[schedule] uneven`` they
+        may not have.
         """
         if self._fetches_ahead or self.paths.choices.uneven:
             return False
-        return any([flat.settle() for unit in self._units for flat in unit.flats])
+        settled = [flat.settle() for unit in self._units for flat in unit.flats]
+        return any(settled)
 
     def _release_idle(self, step: Step, backward: bool) -> None:
         """Units that are neither in use, nor next, nor to be kept for backward are released."""
