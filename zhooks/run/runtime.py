@@ -353,8 +353,8 @@ class Runtime:
     def make_room(self) -> bool:
         """A tier is full: what gathers send goes back to it, those under way finished first; whether there was any.
 
-        All ranks launched these gathers before they come here, so each of them comes to an end; under ``[schedule] uneven`` they
-        may not have.
+        All ranks launched these gathers before they come here, so each of them comes to an end; under ``[schedule] uneven``
+        they may not have.
         """
         if self._fetches_ahead or self.paths.choices.uneven:
             return False
