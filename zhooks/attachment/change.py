@@ -241,7 +241,7 @@ class Changeable:
                     with all_or_none(self._comm.stage, "apply"):
                         for optimizer in optimizers:
                             check_owned(optimizer, self._optimizers.owners)
-                    self._device_budget.admit(chosen, self._device, plans, moved)
+                    self._device_budget.admit(chosen, self._device, plans, moved, optimizers)
                 tiers = self._tiers.change(chosen, self._device, plans, moved or self._comm, self._bus)
                 undo.callback(tiers.shut_beside, self._tiers)
             undo.pop_all()
@@ -282,7 +282,7 @@ class Changeable:
                 turned.append(optimizer)
             with all_or_none(self._comm.stage, "apply"):
                 self._adopt(optimizers)
-            return self._device_budget.admit(chosen, self._device, plans, self._comm)
+            return self._device_budget.admit(chosen, self._device, plans, self._comm, optimizers)
 
     def _follow(self, chosen: Policy, charted: Map) -> None:
         """The parts of the runtime are under another policy."""

@@ -110,16 +110,25 @@ class DeviceBudget(FirstSteps):
         self._unforeseen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._count(headroom)
 
-    def admit(self, policy: Policy, device: torch.device, units: Sequence[UnitPlan], comm: Comm) -> Headroom:
+    def admit(
+        self,
+        policy: Policy,
+        device: torch.device,
+        units: Sequence[UnitPlan],
+        comm: Comm,
+        optimizers: Iterable[Optimizer],
+    ) -> Headroom:
         """What the bound leaves under another policy beside units that are, or would be, laid out so.  Collective.
 
+        Args:
+            optimizers: those that have made states without a bound, too.
         Raises:
             BudgetError: they are not within it; on every rank.
         """
         limit = _limit(policy, device, comm)
         if limit is None:
             return Headroom(None, None)
-        return _headroom(limit, policy, units, list(self._counted), comm, self._ignored, " Nothing has been changed.")
+        return _headroom(limit, policy, units, {*self._counted, *optimizers}, comm, self._ignored, " Nothing has been changed.")
 
     def change(self, policy: Policy, headroom: Headroom) -> None:
         """Another policy, between steps, under which ``admit`` has found this."""

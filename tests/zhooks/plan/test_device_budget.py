@@ -147,6 +147,23 @@ def test_a_budget_without_memory_for_states_is_refused_at_the_first_step_before_
     attachment.detach()
 
 
+@on_ranks(1, 2, stage=(0, 3))
+def test_apply_counts_states_that_were_made_without_a_budget_in_its_first(stage: int) -> None:
+    floor, one = floor_of(stage)
+    model = net()
+    attachment = zhooks.attach(model, policy=policy_of(stage))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    before = values(model)
+    with pytest.raises(zhooks.BudgetError, match=r"\[budget\] device: .*states of AdamW.*Nothing has been changed"):
+        attachment.apply(policy_of(stage, floor + one))
+    assert attachment.policy.budget.device is None and all(map(torch.equal, values(model), before))
+    attachment.apply(policy_of(stage, floor + 2 * one))
+    step(model, optimizer)
+    assert on_device(attachment) <= floor + 2 * one
+    attachment.detach()
+
+
 @on_ranks(1, 2)
 def test_parameters_that_an_optimizer_is_given_later_count_at_its_next_step_before_anything_is_updated() -> None:
     floor, one = floor_of(3)
