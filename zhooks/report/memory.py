@@ -75,19 +75,21 @@ class MemoryReport:
 
     @property
     def by_tier(self) -> dict[str, int]:
-        """Bytes on each tier: model states and buffers now, activations at their peak (0 if none were counted).
-
-        Memory that all ranks of a machine share is on none.
-        """
+        """Bytes on each tier: model states and buffers now, activations at their peak (0 if none were counted)."""
         sums = dict.fromkeys((tier.value for tier in Tier), 0)
         for row in self.rows:
             sums[row.tier] += row.nbytes
         for name, nbytes in self.transient.items():
-            if name != _SHARED:
-                sums[_WHERE.get(name, "device")] += nbytes
+            if _where(name) in sums:
+                sums[_where(name)] += nbytes
         for residue in self.residual:
             sums[residue.tier] += max(residue.nbytes or 0, residue.peak or 0)
         return sums
+
+    @property
+    def shared(self) -> int:
+        """Bytes of memory that all ranks of this machine share, which are on no tier."""
+        return sum(nbytes for name, nbytes in self.transient.items() if _where(name) == "shared")
 
     @property
     def _counts_activations(self) -> bool:
@@ -102,7 +104,7 @@ class MemoryReport:
         lines.append(f"{'sum':<30}{mib(self.nbytes):>14}{mib(self.formula):>16}")
         lines.append(f"{'buffers':<22}{'tier':<8}{'held':>14}{'at most':>16}  at most: the limit under this policy")
         for name, nbytes in self.transient.items():
-            tier = _WHERE.get(name, "device")
+            tier = _where(name)
             figures = f"{mib(nbytes):>14}{mib(self.bounds.get(name)):>16}"
             lines.append(f"{name:<22}{tier:<8}{figures}  {meaning(name, tier)}")
         lines.append(f"{'other memory':<22}{'tier':<8}{'held':>14}{'estimate':>16}{'peak':>14}  peak: in the last step")
@@ -112,8 +114,7 @@ class MemoryReport:
             lines.append(f"{residue.what:<22}{residue.tier:<8}{figures}  {means}".rstrip())
         tiers = ", ".join(f"{tier} {mib(nbytes)}" for tier, nbytes in self.by_tier.items() if nbytes)
         counts = "with activations at their peak" if self._counts_activations else "without activations"
-        shared = self.transient[_SHARED]
-        beside = f"; shared by the ranks of this machine {mib(shared)}" if shared else ""
+        beside = f"; shared by the ranks of this machine {mib(self.shared)}" if self.shared else ""
         lines.append(f"total of model states and buffers, {counts}: {tiers or 'nothing'}{beside}")
         lines.append(
             f"{self.psi:,} parameters over {counted(self.ranks, 'rank')}; for these, the ZeRO paper counts {mib(self.paper)} "
@@ -154,7 +155,7 @@ def memory_report(
     advised = advice(_on_device(seen), residual.terms) if residual.counted else None
     return replace(
         seen,
-        rest=tuple(unaccounted(flats[0].kind.device, seen.by_tier, transient[_SHARED], store)),
+        rest=tuple(unaccounted(flats[0].kind.device, seen.by_tier, seen.shared, store)),
         notes=(*_over_tp(comm), *notes(residual), *([advised] if advised else [])),
     )
 
@@ -180,14 +181,16 @@ def _over_tp(comm: Comm) -> list[str]:
 
 
 _MANY = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer states"}
-#: Buffers that lie elsewhere than on the device.
-_WHERE = {"staging": "host", "message rings": "shared"}
-_SHARED = "message rings"
+
+
+def _where(name: str) -> str:
+    """The tier of a buffer; "shared" is none."""
+    return {"staging": "host", "message rings": "shared"}.get(name, "device")
 
 
 def _on_device(seen: MemoryReport) -> dict[str, int]:
     """What holds how much of the device."""
-    held = {name: nbytes for name, nbytes in seen.transient.items() if name not in _WHERE}
+    held = {name: nbytes for name, nbytes in seen.transient.items() if _where(name) == "device"}
     held |= {_MANY[row.what]: row.nbytes for row in seen.rows if row.tier == "device"}
     most = sum(max(row.nbytes or 0, row.peak or 0) for row in seen.residual if row.tier == "device")
     return held | {"activations": most}
