@@ -90,10 +90,9 @@ class Verdict:
         elif self.kind == "apart":
             why = f"{expected}, found that {self.found}. {same_calls(self.on_all)} {_TO_CONTINUE}"
         else:
-            late = f" within {self.within_s} s, found {self.who} late;"
-            alive = ", found that all ranks are alive, but their calls did not finish:"
-            found = late if self.kind == "late" else alive
-            why = f"{expected}{found} {self.found}. {same_calls(self.on_all)} {_SLOW} {_TO_CONTINUE}"
+            alive = ", found that all ranks are alive, but their calls did not finish"
+            late = f" within {self.within_s} s, found {self.who} late" if self.ranks else alive
+            why = f"{expected}{late}; {self.found}. {same_calls(self.on_all)} {_SLOW} {_TO_CONTINUE}"
         return DivergenceError(f"{why} {self.progress}".rstrip())
 
 

@@ -1,4 +1,4 @@
-"""Waits for a collective of the backend, in slices: what comes to its end just after a slice has.
+"""Waits for a collective of the backend, in slices: what comes to its end just after a slice has, and who gave up where none did.
 
 pytest runs it, on one rank, with works that end where a test says so.
 """
@@ -6,6 +6,7 @@ pytest runs it, on one rank, with works that end where a test says so.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, cast
 
@@ -38,8 +39,8 @@ class EndsBetween:
         return self._over
 
 
-def failure() -> AgreedFailure:
-    return AgreedFailure(dist.HashStore(), "here", 0, {rank: Process.here() for rank in range(2)}, 1.0)
+def failure(rank: int = 0, store: Any = None) -> AgreedFailure:
+    return AgreedFailure(store or dist.HashStore(), "here", rank, {each: Process.here() for each in range(2)}, 1.0)
 
 
 def wait_for(work: Any, failure: AgreedFailure) -> None:
@@ -58,3 +59,15 @@ def test_a_call_that_fails_just_after_a_slice_of_its_wait_says_why_itself() -> N
 
     with pytest.raises(zhooks.DivergenceError, match="Connection closed by peer"):
         wait_for(EndsBetween(fails), failure())
+
+
+def test_ranks_that_all_wait_in_vain_are_told_that_all_are_alive() -> None:
+    store = dist.HashStore()
+
+    def waits(rank: int) -> str:
+        return str(failure(rank, store).fail(CALL, Axis("shard", (0, 1), rank), "the backend said: Operation timed out!"))
+
+    with ThreadPoolExecutor(2) as ranks:
+        for rank, said in enumerate(ranks.map(waits, range(2))):
+            assert said.startswith(f"rank {rank} in agree all ranks: expected every rank of axis shard to make the same call")
+            assert "found that all ranks are alive, but their calls did not finish; the backend said: Operation timed" in said
