@@ -1,4 +1,4 @@
-"""Waits for a collective of the backend, in slices: what comes to its end just after a slice has, and who gave up where none did.
+"""Waits for a collective of the backend, in slices: what comes to its end just after a slice has, and where no rank is late.
 
 pytest runs it, on one rank, with works that end where a test says so.
 """
