@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,36 +85,42 @@ def test_the_host_memory_that_attach_and_the_first_step_ask_for_is_enough_howeve
         return chosen if param is None else chosen | {"precision": {"param": param, "output": "fp32"}}
 
     def enough(refused: pytest.ExceptionInfo[zhooks.BudgetError]) -> str:
-        return re.findall(r"Raise it to at least ([\d.]+ KiB)", str(refused.value))[0]
+        found = re.search(r"Raise it to at least ([\d.]+ KiB)", str(refused.value))
+        assert found is not None
+        return found[1]
 
     def build() -> nn.Module:
         torch.manual_seed(7)
         return nn.Sequential(*(nn.Linear(64, 64) for _ in range(5)))
 
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer, attachment: zhooks.Attachment, first: Any) -> list[float]:
-        losses = []
-        for number in range(3):
-            for half in range(2):
-                loss = model(torch.full((2, 64), number + half / 2)).square().mean()
-                loss.backward()
-                losses.append(loss.item())
-            if number == 0:
-                first(attachment, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad(), attachment.resident():
-                losses.append(model(torch.ones(1, 64)).sum().item())
-        return losses
+    def training(first: Callable[[zhooks.Attachment, torch.optim.Optimizer], None]) -> Loop:
+        def train(model: nn.Module, optimizer: torch.optim.Optimizer, attachment: zhooks.Attachment | None) -> list[float]:
+            assert attachment is not None
+            losses = []
+            for number in range(3):
+                for half in range(2):
+                    loss = model(torch.full((2, 64), number + half / 2)).square().mean()
+                    loss.backward()
+                    losses.append(loss.item())
+                if number == 0:
+                    first(attachment, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad(), attachment.resident():
+                    losses.append(model(torch.ones(1, 64)).sum().item())
+            return losses
+
+        return train
 
     def refused_at_first(attachment: zhooks.Attachment, optimizer: torch.optim.Optimizer) -> None:
         with pytest.raises(zhooks.BudgetError, match="in the update of one unit") as refused:
             optimizer.step()
         attachment.apply(within(enough(refused)))
 
-    ample = run(lambda *all_: train(*all_, lambda *_: None), within("1 MiB"), build=build)  # type: ignore[arg-type]
+    ample = run(training(lambda *_: None), within("1 MiB"), build=build)
     with pytest.raises(zhooks.BudgetError) as refused:
         zhooks.attach(build(), policy=within("0.1 KiB"))
-    found = run(lambda *all_: train(*all_, refused_at_first), within(enough(refused)), build=build)  # type: ignore[arg-type]
+    found = run(training(refused_at_first), within(enough(refused)), build=build)
     assert found[0] == ample[0] and same(found[1], ample[1])
 
 
