@@ -24,6 +24,7 @@ import zhooks
 from tests.support.moving import arranged
 from tests.support.ranks import forks
 from tests.support.resharding import Resharded, differences
+from tests.support.shared_memory import in_shared_memory
 
 #: A rank that waits for one that is gone says so within half a second; the rest is for a busy machine.
 LIMIT_S = 120.0
@@ -100,10 +101,6 @@ def round_of(path: Path, turn: int, kind: str, doomed: dict[int, int]) -> list[i
         process.kill()
         process.join()
     return ended
-
-
-def in_shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if "zhooks" in name}
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import zhooks
 from tests.support.ranks import forks
 from tests.support.resharding import Resharded
+from tests.support.shared_memory import in_shared_memory
 from tests.support.waiting import soon
 
 LIMIT_S = 120.0
@@ -129,7 +130,7 @@ def killed_at_any_moment(path: Path, turn: int, tier: str) -> int:
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_runs_killed_while_they_train_and_save_lose_nothing_and_leave_nothing(tmp_path: Path, tier: str) -> None:
     wanted = int(os.environ.get("ZHOOKS_KILLED_SAVES", "20"))
-    known = {name for name in os.listdir("/dev/shm") if "zhooks" in name}
+    known = in_shared_memory()
     digests, committed, killed, turn, resumed = dict[int, str](), 0, 0, 0, set[int]()
     while killed < wanted:
         killed += killed_at_any_moment(tmp_path, turn, tier)
@@ -156,7 +157,7 @@ def test_runs_killed_while_they_train_and_save_lose_nothing_and_leave_nothing(tm
     left = sorted(entry.name for entry in (tmp_path / "runs").iterdir())
     assert len(left) <= 2 and all(name.startswith("step-") and "." not in name for name in left), left
     assert not (tmp_path / "scratch").exists() or list((tmp_path / "scratch").iterdir()) == []
-    assert {name for name in os.listdir("/dev/shm") if "zhooks" in name} <= known
+    assert in_shared_memory() <= known
 
 
 def ends(rank: int, place: str, tier: str) -> None:
