@@ -43,8 +43,8 @@ def survivors_named_it(replicas: Two, group: int, killed: int) -> None:
 
 
 def ended_as_by_torchrun(replicas: Two, group: int, killed: int) -> None:
-    """The same for a kill at any moment: where torchft's Manager waits for the rank that is gone, for a minute, in which it holds
-    up the other replica as well, the survivor is stopped as torchrun stops it."""
+    """The same for a kill at any moment: where torchft's Manager waits a minute for the rank that is gone, which holds up the
+    other replica as well, the survivor is stopped as torchrun stops it."""
     other = replicas.latest[group][1 - killed]
     with suppress(subprocess.TimeoutExpired):
         other.wait(5)
