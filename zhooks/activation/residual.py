@@ -45,14 +45,27 @@ _INPUTS, _SAVED, _NEAR, _AGAIN = range(4)
 class Extent:
     """One storage that autograd keeps; given back when the last tensor saved of it is dropped."""
 
-    __slots__ = ("__weakref__", "_gone", "inputs", "nbytes")
+    __slots__ = ("__weakref__",)
 
-    def __init__(self, gone: deque[tuple[int, int]], nbytes: int, inputs: bool) -> None:
-        self._gone, self.nbytes, self.inputs = gone, nbytes, inputs
 
-    def __del__(self) -> None:
-        # Anywhere, on any thread, inside any call: only a note is left.
-        self._gone.append((_INPUTS if self.inputs else _SAVED, self.nbytes))
+class _End(weakref.ref[Any]):
+    """What is counted of an object until it is gone.
+
+    It goes anywhere, on any thread, inside any call, where only a note is left; a deque's own append leaves it.  Python code
+    there would now and then be what an interrupt meets, whose exception the interpreter drops.
+    """
+
+    __slots__ = ("address", "level", "nbytes")
+
+    level: int
+    nbytes: int
+    address: int
+
+    @classmethod
+    def of(cls, counted: object, gone: deque[_End], level: int, nbytes: int, address: int) -> _End:
+        made = cls(counted, gone.append)
+        made.level, made.nbytes, made.address = level, nbytes, address
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +116,10 @@ class Residual:
         self._peak = Levels()
         self._bus, self._now = bus, [0, 0, 0, 0]
         self._stash: Stash | None = None
-        self._extents: weakref.WeakValueDictionary[int, Extent] = weakref.WeakValueDictionary()
-        self._gone: deque[tuple[int, int]] = deque()
-        self._twice: dict[int, weakref.ref[Any]] = {}
+        # By the addresses of storages: those that autograd keeps, and those that a unit computed a second time.
+        self._extents: dict[int, _End] = {}
+        self._twice: dict[int, _End] = {}
+        self._gone: deque[_End] = deque()
         self._owned: set[int] = set()
         self._parameters: tuple[Collection[int], ...] = ()
         self._calls: list[_Call] = []
@@ -198,14 +212,16 @@ class Residual:
             return None
         if self._gone:
             self._drain()
-        extent = self._extents.get(address)
-        if extent is None:
-            extent = self._extents[address] = Extent(self._gone, tensor.untyped_storage().nbytes(), self.inputs)
-            self._now[_INPUTS if self.inputs else _SAVED] += extent.nbytes
-        elif self.inputs and not extent.inputs:
-            extent.inputs = True
-            self._now[_INPUTS] += extent.nbytes
-            self._now[_SAVED] -= extent.nbytes
+        end = self._extents.get(address)
+        extent = None if end is None else end()
+        if end is None or extent is None:
+            extent, level, nbytes = Extent(), _INPUTS if self.inputs else _SAVED, tensor.untyped_storage().nbytes()
+            self._extents[address] = _End.of(extent, self._gone, level, nbytes, address)
+            self._now[level] += nbytes
+        elif self.inputs and end.level != _INPUTS:
+            end.level = _INPUTS
+            self._now[_INPUTS] += end.nbytes
+            self._now[_SAVED] -= end.nbytes
         return extent
 
     def again(self, tensor: Tensor) -> None:
@@ -213,19 +229,13 @@ class Residual:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or (tensor.requires_grad and tensor.is_leaf):
             return
         number = _address(tensor)
+        self._drain()
         if number in self._twice or number in self._extents or self._somebodys(number):
             return
-        storage, gone, twice = tensor.untyped_storage(), self._gone, self._twice
-        nbytes = storage.nbytes()
-
-        def died(_: Any) -> None:
-            gone.append((_AGAIN, nbytes))
-            twice.pop(number, None)
-
+        storage = tensor.untyped_storage()
         # Storages tell of their end; nothing that is ours could ride on what the checkpoint keeps.
-        twice[number] = weakref.ref(storage, died)
-        self._drain()
-        self._now[_AGAIN] += nbytes
+        self._twice[number] = _End.of(storage, self._gone, _AGAIN, storage.nbytes(), number)
+        self._now[_AGAIN] += storage.nbytes()
 
     def _somebodys(self, address: int) -> bool:
         return address in self._owned or any(address in known for known in self._parameters)
@@ -293,8 +303,12 @@ class Residual:
         self._note_peak()
         self._over = True
         while self._gone:
-            level, nbytes = self._gone.popleft()
-            self._now[level] -= nbytes
+            end = self._gone.popleft()
+            self._now[end.level] -= end.nbytes
+            known = self._twice if end.level == _AGAIN else self._extents
+            # Another may lie at the address by now, whose end is to come.
+            if known.get(end.address) is end:
+                del known[end.address]
 
     def _note_peak(self) -> None:
         if sum(self._now) > self._peak.total:
