@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offload.memory.arena import Arena, Use, grain, rounded
-from offload.memory.host_tier import HostPool, slab_within
+from offload.memory.host_tier import HostPool
 
 __all__ = [
     "Arena",
@@ -11,5 +11,4 @@ __all__ = [
     "Use",
     "grain",
     "rounded",
-    "slab_within",
 ]

@@ -2,6 +2,11 @@
 
 The store and the disk tier's staging take and give; a slab is used again from step to step, so no step faults its pages in
 or locks them anew.  It never rounds a block beyond a page, and never looks at what a block holds.
+
+Note: [Under a limit]
+    Memory that lies unused in slabs counts, too.  So where there is a limit each block has a slab of exactly its size, new or
+    used before; free ones of other sizes are returned once their memory is needed.  Blocks whose sum is within the limit fit
+    then, whatever came and went before.  Holes of other slabs are left from a time without a limit.
 """
 
 from __future__ import annotations
@@ -25,10 +30,7 @@ from offload.pages import ALIGN, round_up
 from offload.text import as_size, counted
 from offload.tier import Tier
 
-__all__ = ["HostPool", "slab_within"]
-
-#: A slab is at most this fraction of a limit, for what lies unused at its end counts there too.
-_LIMIT_FRACTION = 32
+__all__ = ["HostPool"]
 
 #: Steps a slab lies free before `trim` returns it: an evaluation between two training steps must not cost the slabs.
 TRIM_STEPS = 4
@@ -122,7 +124,7 @@ class HostPool:
         device: whose copies must reach the memory; it says whether and how it is locked.
         limit: the most bytes of slabs, so that it holds for the machine and not only for the sum of the blocks; what blocks
             lose by starting on pages of their own comes on top.  It may be changed.
-        slab_nbytes: of a slab for small blocks; near the limit a smaller one does.
+        slab_nbytes: of a slab for small blocks, where there is no limit.
         pin: None locks where the device can; False leaves the memory pageable.
     """
 
@@ -248,29 +250,33 @@ class HostPool:
 
     def _find(self, span: int, nbytes: int, key: str) -> tuple[_Slab, int]:
         """A hole of at least ``span`` bytes, in a new slab if need be."""
+        if self.limit is not None:
+            return self._find_within(self.limit, span, nbytes, key)
         shared = span * OWN_FRACTION <= self._slab_nbytes
-        found = self._best(span, shared)
+        return self._best(span, shared) or (self._grow(self._slab_nbytes if shared else span, shared, key), 0)
+
+    def _find_within(self, limit: int, span: int, nbytes: int, key: str) -> tuple[_Slab, int]:
+        """See Note [Under a limit]."""
+        found = self._best(span, False, span)
         if found is not None:
             return found
-        left = None
-        if self.limit is not None:
-            left = (self.limit + self._rounded + span - nbytes) // ALIGN * ALIGN - self._reserved
-        wanted = self._slab_nbytes if shared else span
-        if left is not None and left < span:
-            # A hole of the other kind is better than a slab returned, for that would have to be faulted in again.
-            found = self._best(span, not shared)
-            if found is not None:
-                return found
+        left = (limit + self._rounded + span - nbytes) // ALIGN * ALIGN - self._reserved
+        if left < span:
             left += self._shrink(span - left)
-            if left < span:
-                raise self._full(nbytes, key)
-        slab = self._grow(wanted if left is None else min(wanted, left), shared, key)
-        return slab, 0
+        if left >= span:
+            return self._grow(span, False, key), 0
+        found = self._best(span, False) or self._best(span, True)
+        if found is None:
+            raise self._full(nbytes, key)
+        return found
 
-    def _best(self, span: int, shared: bool) -> tuple[_Slab, int] | None:
+    def _best(self, span: int, shared: bool, most: int | None = None) -> tuple[_Slab, int] | None:
+        """The smallest hole of at least ``span`` bytes and of at most so many."""
         holes = self._holes[shared]
         index = bisect_left(holes, (span, 0, 0))
-        return (self._slabs[holes[index][1]], holes[index][2]) if index < len(holes) else None
+        if index == len(holes) or (most is not None and holes[index][0] > most):
+            return None
+        return self._slabs[holes[index][1]], holes[index][2]
 
     def _grow(self, nbytes: int, shared: bool, key: str) -> _Slab:
         try:
@@ -319,11 +325,6 @@ class HostPool:
         if used + nbytes <= self.limit:
             note = f"in {counted(len(self._slabs), 'slab')} ({as_size(self._reserved)})"
         return cannot_admit(Tier.HOST, key, nbytes, used=used, limit=self.limit, note=note)
-
-
-def slab_within(nbytes: int, limit: int | None) -> int:
-    """Bytes of a slab where ``nbytes`` are wanted and a limit bounds all of them."""
-    return nbytes if limit is None else max(ALIGN, min(nbytes, round_up(limit // _LIMIT_FRACTION)))
 
 
 def _return_all(device: Device | None, slabs: dict[int, _Slab]) -> None:

@@ -307,7 +307,8 @@ class Host(Table):
     slab: Size = words(
         64 << 20,
         expected=f"{_SIZES}, at least 4 KiB",
-        does="Host memory is allocated in slabs of at least this size, which are split to exact sizes.",
+        does="Host memory is allocated in slabs of at least this size, which are split to exact sizes; under [budget] host, in "
+        "slabs of the size of each block.",
         why="Pinning is slow per call and fast per byte.",
         ge=4096,
     )

@@ -18,7 +18,7 @@ from offload.device import Device, VirtualDevice, open_device
 from offload.disk import BufferedIo, Disk, DiskFile, VirtualDisk
 from offload.errors import CapabilityError
 from offload.events import Bus
-from offload.memory import HostPool, slab_within
+from offload.memory import HostPool
 from offload.policy import Policy
 from offload.store import Store
 from offload.tier import Tier
@@ -168,7 +168,7 @@ def open_store(policy: Policy, device: torch.device, admitted: Admission, comm: 
             host = HostPool(
                 seam,
                 limit=limits[Tier.HOST],
-                slab_nbytes=slab_within(policy.host.slab, limits[Tier.HOST]),
+                slab_nbytes=policy.host.slab,
                 pin=policy.host.pin is not False,
             )
             disk = _disk(policy, seam, axis.ranks[axis.rank], bus, budget)

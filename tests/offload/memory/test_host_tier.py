@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from offload.device import Device, open_device
 from offload.device.cpu import CpuDevice
 from offload.errors import BudgetError, CapabilityError
-from offload.memory import HostPool, slab_within
+from offload.memory import HostPool
 from offload.memory.host_tier import TRIM_STEPS, _distant_node, _prefer, _Slab
 from offload.pages import ALIGN, round_up
 
@@ -235,11 +236,11 @@ def test_the_cap_is_hard_and_says_its_arithmetic(device: Device) -> None:
     pool.close()
 
 
-def test_the_cap_counts_slabs_and_the_last_one_is_as_small_as_it_must_be(device: Device) -> None:
+def test_under_the_cap_slabs_are_as_large_as_their_blocks(device: Device) -> None:
     pool = HostPool(device, limit=SLAB + 3 * PAGE + 17, slab_nbytes=SLAB)
     pool.take(SLAB, "whole")
     pool.take(PAGE, "a")
-    assert pool.reserved == SLAB + 3 * PAGE
+    assert pool.reserved == SLAB + PAGE
     pool.take(2 * PAGE, "b")
     with pytest.raises(BudgetError, match=r"cannot admit c \(18 B\): .* in use, 1 B short"):
         pool.take(18, "c")
@@ -251,7 +252,7 @@ def test_the_cap_counts_slabs_and_the_last_one_is_as_small_as_it_must_be(device:
 
 @pytest.mark.parametrize("limit", [PAGE, 100 << 20, 1 << 30])
 def test_blocks_that_a_budget_holds_are_not_refused_for_the_size_of_slabs(device: Device, limit: int) -> None:
-    pool = HostPool(device, limit=limit, slab_nbytes=slab_within(64 << 20, limit))
+    pool = HostPool(device, limit=limit, slab_nbytes=64 << 20)
     sizes = [17, limit * 2 // 5, limit * 2 // 5, 100]
     blocks = [pool.take(nbytes, str(nbytes)) for nbytes in sizes]
     assert pool.reserved <= limit + len(sizes) * PAGE
@@ -313,12 +314,32 @@ def test_at_the_cap_small_blocks_go_beside_large_ones_and_the_other_way_round(de
 
 
 def test_holes_that_are_too_small_are_said_to_be(device: Device) -> None:
-    pool = HostPool(device, limit=SLAB, slab_nbytes=SLAB)
+    pool = HostPool(device, slab_nbytes=SLAB)
     blocks = [pool.take(PAGE, str(index)) for index in range(SLAB // PAGE)]
+    pool.limit = SLAB
     for block in blocks[::2]:
         pool.give(block)
     with pytest.raises(BudgetError, match=r"128\.0 of 256\.0 KiB in use, no free range is large enough in 1 slab \(256 KiB\)"):
         pool.take(2 * PAGE, "two pages")
+    pool.take(PAGE, "one page")
+    pool.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_whose_sum_is_the_cap_fit_whatever_came_and_went_before(device: Device, seed: int) -> None:
+    random = Random(seed)
+    sizes = [random.choice((PAGE, 3 * PAGE, random.randrange(1, SLAB), SLAB // 2 + 1, 2 * SLAB)) for _ in range(40)]
+    pool = HostPool(device, limit=sum(sizes), slab_nbytes=SLAB)
+    for _ in range(4):
+        before = [pool.take(random.randrange(1, SLAB), "before") for _ in range(random.randrange(20))]
+        random.shuffle(before)
+        for block in before:
+            pool.give(block)
+        random.shuffle(sizes)
+        blocks = [pool.take(nbytes, str(nbytes)) for nbytes in sizes]
+        assert pool.used - pool.rounded == sum(sizes)
+        for block in blocks:
+            pool.give(block)
     pool.close()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import mmap
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -302,3 +303,20 @@ def test_the_formulas_are_the_papers() -> None:
     assert Layers.read(divided.text()) == divided
     for text in ("", "[1]", "{}", divided.text().replace("1024", "-1"), divided.text().replace('"unit"', "3"), None):
         assert Layers.read(text) is None
+
+
+def test_no_python_code_runs_where_what_autograd_kept_is_dropped() -> None:
+    """There an interrupt would be lost: the interpreter drops what is raised in a finalizer."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+    attachment = zhooks.attach(model)
+    attachment.memory()
+    model(torch.ones(2, 64)).sum().backward()
+    loss = model(torch.ones(2, 64)).sum()
+    ran: list[str] = []
+    sys.setprofile(lambda frame, event, _: ran.append(frame.f_code.co_qualname) if event == "call" else None)
+    try:
+        del loss
+    finally:
+        sys.setprofile(None)
+    assert not ran
+    attachment.detach()
