@@ -63,6 +63,15 @@ def test_a_budget_that_the_peak_is_over_is_something_to_act_on(zprof: Zprof) -> 
     assert host["act"] and host["what"].endswith("[budget] 64 MiB: 8 MiB over it")
 
 
+def test_message_rings_are_shown_and_in_no_budget(zprof: Zprof) -> None:
+    rows = list(sample_rows(level="alloc"))
+    rings = Row(RowKind.COUNTER, "communication on host", "message rings", 33 * MIB, rows[0].time_ns)
+    write_trace(Path("run.zprof"), [rings, *rows], level="alloc", notes=policy(host=80 * MIB))
+    host = said(reported(zprof, "run.zprof"))["host"]
+    assert host["figure"] == "105 MiB" and "communication 33 MiB" in host["what"]
+    assert not host["act"] and host["what"].endswith("[budget] 80 MiB: 8 MiB left")
+
+
 def test_what_a_gpu_has_is_that_of_its_hardware_profile(zprof: Zprof) -> None:
     write_trace(Path("run.zprof"), sample_rows(level="alloc"), level="alloc", device="cuda:0")
     unknown = "headroom not known: no [budget] was set and no hardware profile of this GPU is known"

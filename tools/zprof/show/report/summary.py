@@ -160,7 +160,9 @@ def _headroom(run: Run, tier: str, held: Mapping[str, Any]) -> tuple[str, bool]:
         # Another moment than the peak: what is left there says little.
         return "", False
     if budget is not None:
-        left = budget - taken
+        # The rings that ranks exchange messages through are in no budget.
+        rings = held["categories"].get("communication", 0) if tier == "host" else 0
+        left = budget - (taken - rings)
         word = f"{as_size(left)} left" if left >= 0 else f"{as_size(-left)} over it"
         part = ", by what was recorded" if held["not_recorded"] else ""
         return f"[budget] {as_size(budget)}: {word}{part}", left < 0
