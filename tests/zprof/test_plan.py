@@ -123,6 +123,7 @@ def test_on_a_terminal_one_line_is_rewritten_and_gone_at_the_end() -> None:
     after = shown.rpartition("\x1b[2K")[2]
     assert "rtx4090 x 1, " in after and "searching" not in after and "simulated 1" not in after
     assert "one node of rtx4090 has 1 device; --nodes or --world takes another number" in after
+    assert "--precision bf16,fp32 tries bf16 as well" in after
 
 
 @on_a_device_in_python

@@ -111,3 +111,5 @@ def plan(
     click.echo(json.dumps(found.as_dict(), indent=2) if as_json else str(found))
     if by_default and not as_json:
         click.echo(by_default)
+    if precision is None and policy is None and not as_json:
+        click.echo("all of them compute in the dtypes of the model's parameters; --precision bf16,fp32 tries bf16 as well")
