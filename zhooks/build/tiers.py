@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import ClassVar
+from weakref import WeakMethod
 
 import torch
 
@@ -125,7 +126,9 @@ class StoredTiers(Tiers):
     def step(
         self, policy: Policy, bus: Bus, units: Sequence[Unit], runtime: Runtime, rounding: Rounding, optimizers: Optimizers
     ) -> None:
-        self.store.make_room = runtime.make_room
+        # A model that is dropped without detach goes while somebody still holds a block.
+        asked = WeakMethod(runtime.make_room)
+        self.store.make_room = lambda: (make_room := asked()) is not None and make_room()
         self.stepper = open_stepper(policy, self.store, bus, units, runtime, rounding, optimizers)
 
     def adopt(self, optimizers: Sequence[torch.optim.Optimizer], flat: Flat) -> None:
