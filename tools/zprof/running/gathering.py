@@ -166,11 +166,16 @@ def _send_chunks(store: Any, rank: int, file: BinaryIO) -> None:
 def _my_turn(store: Any, rank: int, patience_s: float) -> bool:
     """Whether rank 0 asks for it, or has answered already, before nothing happens for too long."""
     done, until_s = -1, time.monotonic() + patience_s
-    while not (store.check([f"take/{rank}"]) or store.check([f"done/{rank}"])):
+
+    def answered() -> bool:
+        return bool(store.check([f"take/{rank}"]) or store.check([f"done/{rank}"]))
+
+    while not answered():
         if (now := store.add("alive", 0)) != done:
             done, until_s = now, time.monotonic() + patience_s
         if store.check(["over"]) or time.monotonic() > until_s:
-            return False
+            # Its own answer may have come since it was looked for.
+            return answered()
         time.sleep(_LOOK_S)
     return True
 
