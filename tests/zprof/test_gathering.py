@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,6 +132,35 @@ def test_a_trace_that_is_too_large_is_refused_before_it_is_sent(
     first, second = together(traces(tmp_path, 2))
     assert "is larger than 1000 B" in first[1] and "is larger than 1000 B" in second[0]
     assert os.listdir(tmp_path / "host0") == ["job7.0.zprof"]
+
+
+def test_an_answer_that_comes_with_the_end_between_two_looks_is_heard(
+    tmp_path: Path, together: Together, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks whether all is over looks at a store where rank 0 has ended."""
+    from torch.distributed import PrefixStore
+
+    asked, ended = threading.Event(), threading.Event()
+    check, take_all = PrefixStore.check, gathering._take_all
+
+    def looked(store: PrefixStore, keys: list[str]) -> bool:
+        if keys == ["over"]:
+            # Rank 1 has looked for its answer once, in vain.
+            asked.set()
+            assert ended.wait(300)
+        return check(store, keys)
+
+    def take(*args: Any) -> list[str]:
+        assert asked.wait(300)
+        said = take_all(*args)
+        ended.set()
+        return said
+
+    monkeypatch.setattr(PrefixStore, "check", looked)
+    monkeypatch.setattr(gathering, "_take_all", take)
+    monkeypatch.setattr(gathering, "MOST_NBYTES", 1000)
+    first, second = together(traces(tmp_path, 2))
+    assert "is larger than 1000 B" in first[1] and "is larger than 1000 B" in second[0]
 
 
 def test_names_are_those_that_a_shared_folder_would_have() -> None:
