@@ -35,7 +35,7 @@ from zhooks.optim import (
     states_of,
     vectors_in,
     whole_copies,
-)  # fmt: skip
+)
 from zhooks.run import Inert
 from zhooks.tensor import ParamShard, ShardedTensor, ShardedVector
 from zhooks.unit import Unit
