@@ -1,6 +1,11 @@
 """One unit: parameters gathered together, and the places in modules where they are put while in use.
 
 ``run/runtime.py`` tells it to gather, show, hide and release; ``build/shard.py`` makes it.  It never decides when.
+
+Note: [Writes that leave no mark]
+    A write to a gathered copy is lost at its release.  One to the parameter changes its version; one to ``weight.data`` does
+    not.  So the first forward with gradients, and the first without, compare the values themselves: a forward that
+    writes so at all nearly always does so in its first call.
 """
 
 from __future__ import annotations
@@ -11,11 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from offload.errors import AttachError, ShardedOpError
+from offload.virtual import NAME
 from zhooks.layout import UnitPlan, inner_units, mark_of
 from zhooks.unit.flat import Flat
 
@@ -53,6 +60,10 @@ class Unit:
         self.slots: list[Slot] = []
         self.recurrent: list[Recurrent] = []
         self._shown: list[tuple[Tensor, tuple[int, int]]] = []
+        # Values of the forward under way with a sum of each, and the kinds of forward (with gradients, without) that were
+        # compared: Note [Writes that leave no mark].
+        self._sums: list[tuple[str, Tensor, int]] = []
+        self._compared: set[bool] = set()
         self.depth = 0
         self.trainable_left = 0
         # Numbers of the units entered through modules inside this one's.
@@ -110,6 +121,9 @@ class Unit:
                 raise AttachError(f"parameter {name}: expected the parameter that was attached, found {_in_place(found)}")
             slot.table[slot.key] = values[slot.flat][slot.index]
         self._shown = [(view, mark_of(view)) for group in values for view in group]
+        if torch.is_grad_enabled() not in self._compared:
+            self._compared.add(torch.is_grad_enabled())
+            self._sums = [(name, words, int(words.sum())) for flat in self.flats for name, words in _words_of(flat)]
 
     def end_show(self, *, failed: bool) -> None:
         """Let go of what was shown, and refuse a write into it: where it is a copy, it would be lost.
@@ -120,15 +134,16 @@ class Unit:
             ShardedOpError: a forward changed a parameter in place, or replaced its data.
         """
         shown, self._shown = self._shown, []
+        sums, self._sums = self._sums, []
         if failed:
             return
         names = [(flat, spec.name) for flat in self.flats for spec in flat.specs]
         for (view, mark), (flat, name) in zip(shown, names, strict=True):
             if (now := mark_of(view)) != mark and (now[1] != mark[1] or not flat.buffer.in_full):
-                raise ShardedOpError(
-                    f"parameter {name}: expected its forward to read it, found a write that would be lost. Write outside the "
-                    "forward under no_grad (weight.clamp_(...)), or use `with attachment.gathered(parameter, write=True):`."
-                )
+                raise _lost(name)
+        for name, words, before in sums:
+            if int(words.sum()) != before:
+                raise _lost(name)
 
     def hide(self) -> None:
         """Put the sharded parameters back."""
@@ -136,6 +151,23 @@ class Unit:
             slot.table[slot.key] = self.flats[slot.flat].params[slot.index]
         for module in self.recurrent:
             module.hide()
+
+
+def _words_of(flat: Flat) -> Iterator[tuple[str, Tensor]]:
+    """The gathered values of each parameter as integers, where the full buffer is a copy that a release drops."""
+    if flat.buffer.in_full or flat.full is None or flat.kind.device.type == NAME:
+        return
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.full.element_size(), torch.int64)
+    with torch.no_grad():
+        for start, spec in zip(flat.layout.starts, flat.specs, strict=True):
+            yield spec.name, flat.full[start : start + spec.part_shape.numel()].view(words)
+
+
+def _lost(name: str) -> ShardedOpError:
+    return ShardedOpError(
+        f"parameter {name}: expected its forward to read it, found a write that would be lost. Write outside the "
+        "forward under no_grad (weight.clamp_(...)), or use `with attachment.gathered(parameter, write=True):`."
+    )
 
 
 def _in_place(found: Tensor | None) -> str:

@@ -98,6 +98,46 @@ def test_a_write_that_would_be_lost_is_refused_by_name() -> None:
     assert same(full(model), before)
 
 
+class Codebook(nn.Module):
+    """Moves the rows that were looked up, through ``data``, as codebooks of quantised autoencoders do."""
+
+    def __init__(self, *, trains: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.below = nn.Linear(4, 4)
+        self.rows = nn.Parameter(torch.randn(6, 4), requires_grad=trains)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.below(x)
+        if self.training:
+            self.rows.data.index_add_(0, torch.tensor([1]), torch.ones(1, 4))
+        return x + self.rows[1]
+
+
+@on_ranks(1, 2, trains=(True, False), grad=(True, False))
+def test_a_write_through_data_that_would_be_lost_is_refused_in_the_first_forward(trains: bool, grad: bool) -> None:
+    model = Codebook(trains=trains)
+    zhooks.attach(model, policy={"stage": 3, "parameter": {"tier": "host"}, "units": {"min_numel": 0}})
+    model.eval()
+    with torch.set_grad_enabled(not grad):
+        model(torch.ones(1, 4))  # a sanity check of validation comes first
+    before = full(model)
+    model.train()
+    with torch.set_grad_enabled(grad), pytest.raises(zhooks.ShardedOpError, match=r"rows: .*a write that would be lost"):
+        model(torch.ones(1, 4))
+    assert same(full(model), before)
+
+
+@on_ranks(2, stage=(0, 1))
+def test_a_write_through_data_is_kept_where_the_weight_is_whole(stage: int) -> None:
+    model, plain = Codebook(trains=False), Codebook(trains=False)
+    zhooks.attach(model, policy={"stage": stage, "units": {"min_numel": 0}})
+    for one in (model, plain):
+        for _ in range(2):
+            one(torch.ones(1, 4))
+    assert same(full(model), plain.parameters())
+
+
 class Keeping(nn.Module):
     """Keeps its weight in its first forward, and uses what it kept ever after."""
 
