@@ -155,7 +155,7 @@ ORDER = {
         "__init__", "simulation integrations",
         "attach", "attachment", "build", "planning", "plan", "report", "checkpoint", "run", "optim", "activation", "grad",
         "unit", "tensor", "comm", "layout",
-        "refusals tiling compiled keywords", "shadowed",
+        "refusals tiling tree", "compiled keywords", "shadowed",
     ),
     "offload": (
         "__init__", "deepspeed dcp", "shards torchfiles", "stash", "store", "kernels", "disk",
@@ -272,6 +272,27 @@ def collectives_only_in_comm(sources: list[Source]) -> list[str]:
         for node in here.nodes:
             if isinstance(node, ast.Attribute) and node.attr in GROUP_METHODS and not theirs:
                 findings.append(here.finding(node, f".{node.attr} outside zhooks/comm/"))
+    return findings
+
+
+#: What a model may override to show less than it has.
+WALKS = {
+    "parameters", "named_parameters", "modules", "named_modules", "children", "named_children", "buffers", "named_buffers",
+}  # fmt: skip
+
+
+def models_are_walked_by_tree(sources: list[Source]) -> list[str]:
+    """Which modules, parameters and buffers a model has is asked of `zhooks/tree.py`, or of the `Ignored` that asks it."""
+    findings: list[str] = []
+    for here in of_packages(sources, "zhooks"):
+        # What a model shows is compared with what it has.
+        for node in () if within(here, "zhooks/tree.py", "zhooks/plan/checks.py") else here.nodes:
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WALKS):
+                continue
+            # Each of these is no module, or one of zhooks.
+            whose = ast.unparse(node.func.value).rpartition(".")[2].lstrip("_")
+            if whose not in ("tree", "ignored", "owners", "materializer", "self"):
+                findings.append(here.finding(node, f".{node.func.attr}() past zhooks/tree.py"))
     return findings
 
 

@@ -17,6 +17,7 @@ from tests.source_rules import (
     hooks_only_in_their_files,
     import_targets,
     imports_point_down,
+    models_are_walked_by_tree,
     named_by_what_they_hold,
     names_mean_something,
     no_environment_is_read,
@@ -56,6 +57,10 @@ def test_no_module_imports_itself_round_a_corner() -> None:
 
 def test_collectives_are_called_only_in_comm() -> None:
     keeps(collectives_only_in_comm)
+
+
+def test_models_are_walked_by_tree() -> None:
+    keeps(models_are_walked_by_tree)
 
 
 def test_hooks_are_installed_only_in_their_files() -> None:
@@ -142,6 +147,8 @@ BROKEN: list[tuple[Rule, str, str, str]] = [
     (collectives_only_in_comm, "zhooks/grad/gradient.py", "from torch.distributed import broadcast_object_list", ":1: torch"),
     (collectives_only_in_comm, "zhooks/grad/gradient.py", "group._allgather_base(a, b)", ":1: ._allgather_base"),
     (collectives_only_in_comm, "zhooks/grad/gradient.py", "import torch\ntorch.ops.c10d.allreduce_(t)", ":2: torch.ops.c10d"),
+    (models_are_walked_by_tree, "zhooks/unit/unit.py", "list(model.parameters())", ":1: .parameters() past"),
+    (models_are_walked_by_tree, "zhooks/unit/unit.py", "for m in self.model.modules(): ...", ":1: .modules() past"),
     (hooks_only_in_their_files, "zhooks/unit/unit.py", "m.register_forward_pre_hook(f)", ":1: .register_forward_pre_hook"),
     (hooks_only_in_their_files, "zhooks/unit/unit.py", "m.register_full_backward_hook(f)", ":1: .register_full_backward"),
     (hooks_only_in_their_files, "zhooks/unit/unit.py", "p.register_post_accumulate_grad_hook(f)", ":1: .register_post_ac"),

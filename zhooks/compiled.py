@@ -14,12 +14,11 @@ Note: [Outside compiled graphs]
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from offload.errors import SimulationError
 from offload.user_warnings import warn_user
@@ -67,28 +66,6 @@ def uncompiled(module: Any) -> Any:
 def plain_name(name: str) -> str:
     """What a module or parameter is called where nothing is compiled."""
     return ".".join(word for word in name.split(".") if word != "_orig_mod") if "_orig_mod" in name else name
-
-
-def named_modules(
-    model: nn.Module, *, but: Collection[nn.Module] = (), remove_duplicate: bool = True
-) -> Iterator[tuple[str, nn.Module]]:
-    """``model.named_modules()`` without the wrappers of ``torch.compile``, under the names they have without, and without what
-    is in or below ``but``."""
-    found = model.named_modules(memo=set(but), remove_duplicate=remove_duplicate)
-    return ((plain_name(name), module) for name, module in found if uncompiled(module) is module)
-
-
-def named_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``module.named_children()``, those that are compiled without their wrappers."""
-    return ((name, uncompiled(child)) for name, child in module.named_children())
-
-
-def named_parameters(
-    module: nn.Module, prefix: str = "", *, remove_duplicate: bool = True
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """``module.named_parameters(prefix)`` under the names they have where nothing is compiled."""
-    found = module.named_parameters(prefix, remove_duplicate=remove_duplicate)
-    return ((plain_name(name), param) for name, param in found)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from offload.stash import Stash
 from offload.virtual import NAME as VIRTUAL
 from offload.virtual import running
 from offload.work import during
+from zhooks import tree
 from zhooks.activation.divided import HEADER, Cut, Form, Slot, cut_layout, form_of, local_of, values_of
 from zhooks.activation.replication import Left, Replication, TakenAlike
 from zhooks.comm import DONE, GATHER, Call, Comm, Transport, Work
@@ -406,4 +407,4 @@ def open_partition(
 
 def buffers_of(model: torch.nn.Module) -> set[int]:
     """Where the buffers of ``model`` lie."""
-    return {torch._C._storage_address(buffer) for buffer in model.buffers()}  # type: ignore[attr-defined]
+    return {torch._C._storage_address(buffer) for buffer in tree.buffers(model)}  # type: ignore[attr-defined]

@@ -35,6 +35,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from offload.errors import CapabilityError
 from offload.text import counted
+from zhooks import tree
 from zhooks.activation.objects import Found
 from zhooks.activation.residual import Residual
 from zhooks.refusals import modified
@@ -60,7 +61,7 @@ def recomputed(model: nn.Module, units: Iterable[Unit]) -> dict[int, tuple[Unit,
 
 
 def _keeps_only_inputs(module: nn.Module) -> bool:
-    leaf = next(module.children(), None) is None
+    leaf = next(tree.children(module), None) is None
     return leaf and type(module).__module__.startswith(("torch.nn.", "zhooks.tiling")) and not isinstance(module, nn.RNNBase)
 
 
@@ -89,7 +90,7 @@ class _Buffers:
     """The buffers below one module; see Note [Buffers]."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._tables = [inner._buffers for inner in module.modules() if inner._buffers]
+        self._tables = [inner._buffers for inner in tree.modules(module) if inner._buffers]
         self._constant: set[tuple[int, str]] = set()
 
     def keep(self) -> list[_Kept]:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from offload.errors import DivergenceError
+from zhooks import tree
 from zhooks.comm import CONTROL, Call, Transport, text_digest
-from zhooks.compiled import named_modules
 
 __all__ = ["Left", "Replication", "TakenAlike", "hash_of"]
 
@@ -43,7 +43,7 @@ class Left:
     def of(cls, model: torch.nn.Module, globs: tuple[str, ...]) -> Left:
         first: dict[int, str] = {}
         known: set[str] = set()
-        for name, module in named_modules(model, remove_duplicate=False) if globs else ():
+        for name, module in tree.named_modules(model, remove_duplicate=False) if globs else ():
             first.setdefault(id(module), name)
             if any(fnmatchcase(name, glob) for glob in globs):
                 known.add(first[id(module)])

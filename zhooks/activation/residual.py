@@ -35,6 +35,7 @@ from offload.formulas import Layers
 from offload.policy import Activation
 from offload.stash import Stash
 from offload.text import shown
+from zhooks import tree
 from zhooks.tiling import Tile
 
 _address = torch._C._storage_address  # type: ignore[attr-defined]
@@ -287,7 +288,7 @@ class Residual:
             return None
         kind, shape, itemsize = max(often, key=lambda key: alike[key] * prod(key[1]))
         attention = next(
-            (inner for call in self._calls if type(call.module) is kind for inner in call.module.modules()
+            (inner for call in self._calls if type(call.module) is kind for inner in tree.modules(call.module)
              if isinstance(inner, nn.MultiheadAttention)),
             None,
         )  # fmt: skip

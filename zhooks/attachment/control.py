@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import AttachError
+from zhooks import tree
 from zhooks.comm import Comm, all_or_none
 from zhooks.grad import ReduceHook
 from zhooks.run import Runtime
@@ -73,7 +74,7 @@ class Controlled:
                 raise AttachError(
                     f"{verb}: expected a module of the attached model, found {type(module).__name__}. Pass the module itself."
                 )
-            wanted = {id(param) for param in module.parameters()}
+            wanted = {id(param) for param in tree.parameters(module)}
             found = [unit for unit in self._units if any(id(param) in wanted for flat in unit.flats for param in flat.params)]
             if not found:
                 raise AttachError(

@@ -14,7 +14,7 @@ from torch import nn
 
 from offload.errors import CapabilityError, ShardedOpError
 from offload.policy import Policy
-from zhooks import checkpoint
+from zhooks import checkpoint, tree
 from zhooks.comm import CONTROL, Call, Comm, all_or_none, policy_facts
 from zhooks.grad import ReplicaSums
 from zhooks.layout import Ignored
@@ -139,7 +139,7 @@ class Replicated:
                 "step over replicas: expected all gradients of the previous step to be reduced, found partial sums that "
                 "no_sync holds back. End each step with a backward outside of no_sync."
             )
-        for param in self.model.parameters():
+        for param in tree.parameters(self.model):
             param.grad = None
         self._runtime.scaling.forget()
 

@@ -21,7 +21,7 @@ from offload.errors import AttachError, CheckpointError
 from offload.events import Bus
 from offload.policy import Policy
 from offload.text import shown, shown_path
-from zhooks import checkpoint
+from zhooks import checkpoint, tree
 from zhooks.attachment.spans import spanned
 from zhooks.build import Tiers
 from zhooks.comm import AllRanks, Comm
@@ -96,7 +96,7 @@ class Stateful:
         """
         self._check_at_rest("gathered")
         with checkpoint.gathered(
-            self._units, self._runtime, self._comm, parameters or tuple(self.model.parameters()), write, self._ignored
+            self._units, self._runtime, self._comm, parameters or tuple(tree.parameters(self.model)), write, self._ignored
         ) as full:
             yield full
 

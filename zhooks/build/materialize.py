@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from zhooks import tree
 from zhooks.comm import CONTROL, Call, Comm, Transport, all_or_none
 from zhooks.layout import Division, Group, Ignored, part_of
 from zhooks.plan import initialiser_of, is_meta
@@ -33,10 +34,10 @@ class Materializer:
         self._init = init
         self._done: set[int] = set()
         # Judged before anything has memory; a module's parameters may be placed before it is filled.
-        self._meta = [module for module in model.modules() if is_meta(module)]
+        self._meta = [module for module in tree.modules(model) if is_meta(module)]
         self._owners: dict[int, list[int]] = {}
         for place, module in enumerate(self._meta):
-            for param in module.parameters(recurse=False):
+            for param in tree.own_parameters(module):
                 self._owners.setdefault(id(param), []).append(place)
 
     def unit(self, group: Group) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from offload.errors import CheckpointError
 from offload.text import counted
+from zhooks import tree
 from zhooks.checkpoint.full_optimizer_state import apply_plan, plan_of
 from zhooks.checkpoint.ignored_values import (
     check_alike,
@@ -27,7 +28,7 @@ from zhooks.checkpoint.ignored_values import (
 from zhooks.checkpoint.owned_states import states_of_owners
 from zhooks.checkpoint.rank0_values import flats_of, from_first, is_first, spread_values, whole_values
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
-from zhooks.compiled import named_parameters, plain_name
+from zhooks.compiled import plain_name
 from zhooks.layout import Division, Ignored, is_divided, part_of, whole_of
 from zhooks.optim import mapped, params_of, state_keys, states_of, whole_copies
 from zhooks.run import Runtime
@@ -59,7 +60,7 @@ def full_state(
             for param, value, held in zip(flat.params, whole_values(flat, shards, every, _CPU), shards, strict=True):
                 if value is not None and held is not None:
                     states.setdefault(id(param), {})[key] = value
-    for tensor in [*model.buffers(), *ignored.params.values()]:
+    for tensor in [*tree.buffers(model), *ignored.params.values()]:
         if is_divided(tensor):
             values[id(tensor)] = whole_of(tensor).to("cpu", copy=True)
     owned: dict[int, dict[Any, Any]] = {}
@@ -171,7 +172,7 @@ def load_full_state(
     ranks = AllRanks(comm.stage, "load_state_dict", "the state")
     ranks.run(lambda: check_own(ignored, "load_state_dict"))
     flats = list(flats_of(units))
-    whole: dict[str, Tensor] = {plain_name(name): buffer for name, buffer in model.named_buffers()}
+    whole: dict[str, Tensor] = dict(tree.named_buffers(model))
     whole |= ranks.run(lambda: plain_of(ignored, "load_state_dict"))
 
     def read() -> tuple[dict[str, Any], Any]:
@@ -199,7 +200,7 @@ def load_full_state(
     follow = scale(scaled)
     if optimizer is not None and plan is not None:
         apply_plan(plan, state.get("optimizer"), optimizer, flats, comm)
-    names = {id(param): name for name, param in named_parameters(model)}
+    names = {id(param): name for name, param in tree.named_parameters(model)}
     for flat in flats:
         tensors = [values.get(names[id(param)]) for param in flat.params]
         spread_values(comm, flat, tensors, flat.buffer.overwritten())

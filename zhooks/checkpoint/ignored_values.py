@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from offload.errors import CheckpointError
 from offload.shards import digest
+from zhooks import tree
 from zhooks.comm import AllRanks, Comm
-from zhooks.compiled import named_modules, named_parameters, plain_name
 from zhooks.layout import Ignored, is_divided, part_of
 from zhooks.tensor import ShardedTensor
 
@@ -57,8 +57,8 @@ def left_out_names(model: nn.Module, ignored: Ignored) -> frozenset[str]:
     """What of the model's state dict a full state leaves out: frozen tensor subclasses, and what their modules say of them."""
     ids = {id(one.param) for one in ignored.frozen.values()}
     modules = {id(one.module): one for one in ignored.frozen.values()}
-    names = {name for name, param in named_parameters(model, remove_duplicate=False) if id(param) in ids}
-    for prefix, module in named_modules(model, remove_duplicate=False):
+    names = {name for name, param in tree.named_parameters(model, remove_duplicate=False) if id(param) in ids}
+    for prefix, module in tree.named_modules(model, remove_duplicate=False):
         if id(module) in modules:
             names.update(f"{prefix}.{key}".lstrip(".") for key in modules[id(module)].beside())
     return frozenset(names)
@@ -136,7 +136,7 @@ def _values(
 ) -> dict[str, Tensor]:
     values: dict[str, Tensor] = {name: part_of(param) for name, param in plain_of(ignored, verb).items()}
     left = ignored.buffers()
-    values |= {plain_name(name): part_of(buffer) for name, buffer in model.named_buffers() if id(buffer) in left}
+    values |= {name: part_of(buffer) for name, buffer in tree.named_buffers(model) if id(buffer) in left}
     for name, param in ignored.params.items():
         states = {} if optimizer is None else optimizer.state.get(param, {})
         values |= {f"{name} ({key})": value for key, value in states.items() if isinstance(value, Tensor)}

@@ -26,6 +26,7 @@ from offload.errors import CheckpointError, PolicyError
 from offload.events import Bus
 from offload.shards import ExportDraft, ExportKind, destination
 from offload.text import parse_size, shown, shown_path
+from zhooks import tree
 from zhooks.checkpoint.ignored_values import check_alike
 from zhooks.checkpoint.transformers_tensors import divided, recipes_of
 from zhooks.checkpoint.whole_folder import write_files
@@ -224,7 +225,7 @@ def _adapter_tensors(model: Any) -> list[Tensor]:
     """
     from peft import get_peft_model_state_dict
 
-    needed = {id(param): param for param in model.parameters() if param.requires_grad}
+    needed = {id(param): param for param in tree.parameters(model) if param.requires_grad}
     for name, config in model.peft_config.items():
         if not config.is_prompt_learning:
             with warnings.catch_warnings():
@@ -232,5 +233,5 @@ def _adapter_tensors(model: Any) -> list[Tensor]:
                 warnings.simplefilter("ignore")
                 picked = get_peft_model_state_dict(model, state_dict=model.state_dict(keep_vars=True), adapter_name=name)
             needed |= {id(each): each for each in picked.values() if isinstance(each, nn.Parameter)}
-    called = {id(param) for param in getattr(model, "prompt_encoder", nn.Module()).parameters()}
+    called = {id(param) for param in tree.parameters(getattr(model, "prompt_encoder", nn.Module()))}
     return [param for key, param in needed.items() if key not in called]

@@ -23,12 +23,12 @@ from offload.events import Bus
 from offload.shards import Entry, digest
 from offload.store import BlockRange
 from offload.text import shown
+from zhooks import tree
 from zhooks.checkpoint.ignored_values import checksums_of, plain_of
 from zhooks.checkpoint.rank0_values import flats_of
 from zhooks.checkpoint.rng import generators
 from zhooks.checkpoint.state_tree import Packer
 from zhooks.comm import Comm
-from zhooks.compiled import named_modules
 from zhooks.grad import Reducer, Scaling
 from zhooks.layout import Ignored, part_of
 from zhooks.optim import OwnedStates, Rounding, sharded_states, states_of
@@ -117,7 +117,7 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that belong to the model's state, each once; of one divided over tp, the local tensor."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
-    for prefix, module in named_modules(model):
+    for prefix, module in tree.named_modules(model):
         for key, buffer in module._buffers.items():
             if buffer is None or key in module._non_persistent_buffers_set or id(buffer) in seen:
                 continue
@@ -144,7 +144,7 @@ def gradient_name(name: str) -> str:
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     """Modules that keep a state of their own beside parameters and buffers."""
     plain = nn.Module.get_extra_state
-    return {name: module for name, module in named_modules(model) if type(module).get_extra_state is not plain}
+    return {name: module for name, module in tree.named_modules(model) if type(module).get_extra_state is not plain}
 
 
 def grads_of(flat: Flat) -> list[ShardedTensor | None]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from zhooks import tree
 from zhooks.tensor import ShardedTensor, range_alone
 
 __all__ = ["StockFolders"]
@@ -29,7 +30,7 @@ class StockFolders:
     def open(self) -> None:
         """Be asked first from now on."""
         stock: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-        for module in () if stock is None else self._model.modules():
+        for module in () if stock is None else tree.modules(self._model):
             kind: Any = type(module)
             # One of the user's own may know about ranks.
             if isinstance(module, stock) and kind.save_pretrained is stock.save_pretrained:
@@ -37,7 +38,7 @@ class StockFolders:
 
     def close(self) -> None:
         """Idempotent."""
-        for module in self._model.modules():
+        for module in tree.modules(self._model):
             if isinstance(vars(module).get(_VERB), _SavePretrained):
                 del vars(module)[_VERB]
 
@@ -53,7 +54,7 @@ class _SavePretrained:
 
     def __call__(self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any) -> Any:
         module: Any = self._module()
-        held = dict(module.named_parameters()) if state_dict is None else state_dict
+        held = dict(tree.named_parameters(module)) if state_dict is None else state_dict
         for value in held.values():
             if isinstance(value, ShardedTensor):
                 raise range_alone(f"{_VERB} of", value)

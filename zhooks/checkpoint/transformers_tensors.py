@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from offload.errors import CapabilityError
 from offload.shards import Entry
+from zhooks import tree
 from zhooks.checkpoint.whole_folder import Recipe, tensors_of
 from zhooks.compiled import plain_name
 
@@ -145,6 +146,6 @@ def divided(recipes: Sequence[Recipe], most: int, model: Any) -> tuple[dict[str,
     files = {file: [entries[name] for name in names] for file, names in split.filename_to_tensors.items()}
     if not split.is_sharded:
         return files, None
-    parameters = sum(param.numel() for param in model.parameters())
+    parameters = sum(param.numel() for param in tree.parameters(model))
     metadata = {"total_parameters": parameters, **split.metadata}
     return files, {"metadata": metadata, "weight_map": split.tensor_to_filename}

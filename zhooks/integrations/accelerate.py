@@ -19,6 +19,7 @@ from torch import nn
 from offload.errors import CheckpointError, PolicyError
 from offload.policy import Policy
 from offload.text import counted, shown_path
+from zhooks import tree
 from zhooks.attach import Attachment, attach
 from zhooks.compiled import uncompiled
 from zhooks.integrations.marks import NO_SYNC, mark, unmark
@@ -136,14 +137,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if all(each is not attached.model for each in self._models):
                 self._models.append(attached.model)
             return attached.model
-        if next(model.parameters(), None) is None:
+        if next(tree.parameters(model), None) is None:
             plain: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
             return plain
-        if any(param.device.type == "meta" for param in model.parameters()):
+        if any(param.device.type == "meta" for param in tree.parameters(model)):
             device_placement = False
         # What Accelerate does to a model for evaluation is all but the wrapping.
         prepared = self._prepare_uncompiled(model, device_placement)
-        mine = {id(param) for param in prepared.parameters()}
+        mine = {id(param) for param in tree.parameters(prepared)}
         holding = [each for each in self._given if any(id(param) in mine for param in each.state)]
         if len(holding) > 1:
             raise PolicyError(
@@ -317,7 +318,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _optimizers_of(self, attachment: Attachment) -> tuple[torch.optim.Optimizer, ...]:
         bare = [bare_optimizer(each) for each in self._optimizers]
-        return tuple(each for each in bare if holds(each, attachment.model.parameters()))
+        return tuple(each for each in bare if holds(each, tree.parameters(attachment.model)))
 
     @contextmanager
     def _but_ours(self, models: bool) -> Iterator[None]:
@@ -341,16 +342,16 @@ def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 def compiled_already(model: nn.Module) -> bool:
     """Somebody has compiled ``model`` or a module in it."""
-    return any(uncompiled(module) is not module or module._compiled_call_impl is not None for module in model.modules())
+    return any(uncompiled(module) is not module or module._compiled_call_impl is not None for module in tree.modules(model))
 
 
 def compile_regions(module: nn.Module, how: dict[str, Any]) -> None:
     """``module.compile(**how)`` for each of repeated blocks and for what lies beside them; the whole where there are none."""
     if repeats(module):
-        for block in module.children():
+        for block in tree.children(module):
             block.compile(**how)
-    elif any(map(repeats, module.modules())):
-        for child in module.children():
+    elif any(map(repeats, tree.modules(module))):
+        for child in tree.children(module):
             compile_regions(child, how)
     else:
         module.compile(**how)

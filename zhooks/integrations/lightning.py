@@ -18,6 +18,7 @@ import torch
 from offload.errors import AttachError, CheckpointError, PolicyError
 from offload.policy import Policy
 from offload.text import counted, shown_path
+from zhooks import tree
 from zhooks.attach import Attachment, attach
 from zhooks.integrations.required import require
 from zhooks.integrations.weights import whole_weights
@@ -103,7 +104,7 @@ class ZhooksStrategy(DDPStrategy):
                 "Call trainer.strategy.attachment.detach(), or make a new Trainer and strategy for it."
             )
         if self.attachment is None:
-            if all(param.device.type != "meta" for param in self.model.parameters()):
+            if all(param.device.type != "meta" for param in tree.parameters(self.model)):
                 self.model_to_device()
             self.attachment = attach(self.lightning_module, policy=self.policy)
             if isinstance(self.precision_plugin, PolicyPrecision):

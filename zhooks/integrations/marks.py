@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from zhooks import tree
 from zhooks.attach import Attachment
 from zhooks.run import Before
 
@@ -51,8 +52,8 @@ def mark(model: nn.Module, attachment: Attachment) -> None:
 
 def _around_units(model: nn.Module) -> Iterator[nn.Module]:
     """The model, and the modules that call units: a rank may call fewer.  What is inside a unit compiles as if unmarked."""
-    for module in model.modules():
-        if module is model or any(inner is not module and _entered(inner) for inner in module.modules()):
+    for module in tree.modules(model):
+        if module is model or any(inner is not module and _entered(inner) for inner in tree.modules(module)):
             yield module
 
 
@@ -62,7 +63,7 @@ def _entered(module: nn.Module) -> bool:
 
 def unmark(model: nn.Module) -> None:
     """Take the marks away."""
-    for module in model.modules():
+    for module in tree.modules(model):
         for name in SYNCHRONISED:
             vars(module).pop(name, None)
     for name in (NO_SYNC, "_is_accelerate_prepared"):

@@ -27,6 +27,7 @@ from offload.policy import Policy
 from offload.regular_files import open_regular, read_regular
 from offload.text import shown_path
 from offload.user_warnings import warn_user
+from zhooks import tree
 from zhooks.integrations import from_pretrained
 from zhooks.integrations.required import require
 from zhooks.plan import Request, read
@@ -108,7 +109,7 @@ def _check_dtypes(model: Any, config: Any) -> None:
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if config.dtype is torch.float16:
         kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    mixed = [(name, param.dtype) for name, param in model.named_parameters() if kept & {*name.split(".")}]
+    mixed = [(name, param.dtype) for name, param in tree.named_parameters(model) if kept & {*name.split(".")}]
     narrow = [name for name, dtype in mixed if dtype is not torch.float32]
     if narrow:
         raise CapabilityError(
@@ -232,7 +233,7 @@ class _Filler:
 
     def __init__(self, model: Any, weights: _Weights, *, reads: bool) -> None:
         self._model, self._weights = model, weights
-        self._names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+        self._names = {id(module): name for name, module in tree.named_modules(model, remove_duplicate=False)}
         recipes = _recipes(model, weights.files)
         #: Name of a parameter or buffer -> the name it has in the folder, and how it is made of what is there.
         self._found = {
@@ -249,7 +250,7 @@ class _Filler:
         Raises:
             CheckpointError: see ``from_pretrained``.
         """
-        expected = [name for name, _ in self._model.named_parameters()]
+        expected = [name for name, _ in tree.named_parameters(self._model)]
         missing = [name for name in expected if name not in self._found]
         if len(missing) == len(expected):
             raise CheckpointError(
@@ -302,14 +303,15 @@ def _check_value(key: str, value: Tensor, tensor: Tensor) -> None:
 
 
 def _own(module: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
-    for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-        yield f"{name}.{key}" if name else key, tensor
+    for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is not None:
+            yield f"{name}.{key}" if name else key, tensor
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
     """Every name of a parameter or buffer, with all the names of the same tensor."""
     names: dict[int, list[str]] = {}
-    for found in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+    for found in (tree.named_parameters(model, remove_duplicate=False), tree.named_buffers(model, remove_duplicate=False)):
         for name, tensor in found:
             names.setdefault(id(tensor), []).append(name)
     return {name: same for same in names.values() for name in same}

@@ -17,6 +17,7 @@ from torch import nn
 from offload.errors import CapabilityError, CheckpointError, PolicyError
 from offload.policy import Policy
 from offload.text import counted, shown_path
+from zhooks import tree
 from zhooks.attach import Attachment
 from zhooks.integrations.accelerate import SHARDS, Accelerator, bare_optimizer
 from zhooks.integrations.automatic import filled
@@ -149,7 +150,7 @@ class ZeroMixin:
         return model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if all(param.device.type != "meta" for param in model.parameters()):
+        if all(param.device.type != "meta" for param in tree.parameters(model)):
             base: Any = super()
             base._move_model_to_device(model, device)
 

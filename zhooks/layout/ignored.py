@@ -24,7 +24,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from offload.errors import AttachError
-from zhooks.compiled import named_modules, named_parameters, plain_name
+from zhooks import tree
 from zhooks.layout.frozen_subclass import FrozenSubclass, is_subclass
 
 __all__ = ["Ignored"]
@@ -62,9 +62,9 @@ class Ignored:
             matched.update(found)
             return bool(found)
 
-        roots = [module for name, module in named_modules(model, remove_duplicate=False) if named(name)]
-        modules = frozenset(inner for module in roots for inner in module.modules())
-        single = [param for name, param in named_parameters(model, remove_duplicate=False) if named(name)]
+        roots = [module for name, module in tree.named_modules(model, remove_duplicate=False) if named(name)]
+        modules = frozenset(inner for module in roots for inner in tree.modules(module))
+        single = [param for name, param in tree.named_parameters(model, remove_duplicate=False) if named(name)]
         left = {id(param) for param in single} | {id(param) for module in modules for param in module._parameters.values()}
         if len(matched) < len(globs):
             missing = ", ".join(sorted(set(globs) - matched))
@@ -74,11 +74,11 @@ class Ignored:
             )
         frozen = {
             f"{prefix}.{key}".lstrip("."): FrozenSubclass(param, module, key)
-            for prefix, module in named_modules(model)
+            for prefix, module in tree.named_modules(model)
             for key, param in module._parameters.items()
             if param is not None and not isinstance(param, sharded) and is_subclass(param)
         }
-        named_params = list(named_parameters(model))
+        named_params = list(tree.named_parameters(model))
         # Each once, by the first of its names.
         frozen = {name: frozen[name] for name, _ in named_params if name in frozen}
         ids = left | {id(one.param) for one in frozen.values()}
@@ -106,12 +106,12 @@ class Ignored:
 
     def named_modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """The modules that are attached."""
-        return named_modules(model, but=self.modules)
+        return tree.named_modules(model, but=self.modules)
 
     def named_parameters(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that are attached, each once."""
         left = self.identities()
-        return ((name, param) for name, param in named_parameters(model) if id(param) not in left)
+        return ((name, param) for name, param in tree.named_parameters(model) if id(param) not in left)
 
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:
         """The parameters that are attached, in order."""
@@ -120,7 +120,7 @@ class Ignored:
     def named_buffers(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """The buffers of modules that are attached, each once."""
         left = self.buffers()
-        return ((plain_name(name), buffer) for name, buffer in model.named_buffers() if id(buffer) not in left)
+        return ((name, buffer) for name, buffer in tree.named_buffers(model) if id(buffer) not in left)
 
     def buffers(self) -> frozenset[int]:
         """The identities of ignored modules' buffers."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from offload.policy import Footprint
 from offload.tier import Tier
+from zhooks import tree
 from zhooks.layout.flat_kind import Kind
 from zhooks.layout.flat_ranges import Layout
 from zhooks.layout.units import Group
@@ -165,7 +166,9 @@ def inner_units(units: Sequence[UnitPlan]) -> dict[int, frozenset[int]]:
         for entry in unit.group.entries:
             at.setdefault(id(entry), set()).add(unit.number)
     below = {
-        unit.number: {number for entry in unit.group.entries for module in entry.modules() for number in at.get(id(module), ())}
+        unit.number: {
+            number for entry in unit.group.entries for module in tree.modules(entry) for number in at.get(id(module), ())
+        }
         for unit in units
     }
     return {number: frozenset(found - {number}) for number, found in below.items()}

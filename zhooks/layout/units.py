@@ -21,7 +21,7 @@ from torch import nn
 
 from offload.errors import AttachError
 from offload.policy import Policy
-from zhooks.compiled import named_children, named_modules, named_parameters
+from zhooks import tree
 from zhooks.layout.ignored import Ignored
 from zhooks.tiling import Tile
 
@@ -61,36 +61,36 @@ def find_units(model: nn.Module, policy: Policy, ignored: Ignored | None = None)
     groups, taken = [], {*left, *(id(param) for tile in tiles for param in tile.params.values())}
     for name, module in chosen:
         group = Group(name, _callable(module))
-        for inner, param in named_parameters(module, name):
+        for inner, param in tree.named_parameters(module, name):
             if id(param) not in taken:
                 taken.add(id(param))
                 group.params[inner] = param
         if group.params:
             groups.append(group)
     groups = [*_join_small(groups, policy.units.min_numel), *tiles]
-    rest = {name: param for name, param in named_parameters(model) if id(param) not in taken}
+    rest = {name: param for name, param in tree.named_parameters(model) if id(param) not in taken}
     if rest:
         groups.append(_rest(model, rest, len(taken) == len(left)))
     _enter_aliases(model, groups)
     _name_aliases(model, groups)
-    order = {id(param): place for place, param in enumerate(model.parameters())}
+    order = {id(param): place for place, param in enumerate(tree.parameters(model))}
     return sorted(groups, key=lambda group: min(order[id(param)] for param in group.params.values()))
 
 
 def _named(module: nn.Module, prefix: str, left: Set[int]) -> dict[str, nn.Parameter]:
-    return {name: param for name, param in named_parameters(module, prefix) if id(param) not in left}
+    return {name: param for name, param in tree.named_parameters(module, prefix) if id(param) not in left}
 
 
 def tiles_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Blocks of weights that are too large to be gathered whole: units wherever they lie, for they are never needed at once."""
-    return [(name, module) for name, module in named_modules(model) if isinstance(module, Tile)]
+    return [(name, module) for name, module in tree.named_modules(model) if isinstance(module, Tile)]
 
 
 def _callable(module: nn.Module) -> list[nn.Module]:
     """The module, or the nearest below it that are called: nobody calls a ModuleList."""
     if not isinstance(module, NEVER_CALLED):
         return [module]
-    return [inner for _, child in named_children(module) for inner in _callable(child)]
+    return [inner for _, child in tree.named_children(module) for inner in _callable(child)]
 
 
 def _by_pattern(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module]]:
@@ -99,18 +99,18 @@ def _by_pattern(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module]]
     used: set[str] = set()
     inside: set[int] = set()
     # A module that appears in several places may be called by each of its names; its first is what its unit is called.
-    first = {id(module): name for name, module in named_modules(model)}
-    for every, module in named_modules(model, remove_duplicate=False):
+    first = {id(module): name for name, module in tree.named_modules(model)}
+    for every, module in tree.named_modules(model, remove_duplicate=False):
         by_class = type(module).__name__ if type(module).__name__ in classes else None
         by_name = [pattern for pattern in names if fnmatchcase(every, pattern)]
         used.update(by_name if by_class is None else (by_class, *by_name))
         name = first[id(module)]
         if (by_class or by_name) and id(module) not in inside:
             found.append((name, module))
-            inside.update(id(child) for child in module.modules())
+            inside.update(id(child) for child in tree.modules(module))
     missing = sorted((classes | set(names)) - used)
     if missing:
-        present = sorted({type(module).__name__ for module in model.modules()})
+        present = sorted({type(module).__name__ for module in tree.modules(model)})
         raise AttachError(
             f"[units]: expected {', '.join(missing)} to match a module, found none. "
             f"Classes in this model: {', '.join(present)}."
@@ -123,10 +123,10 @@ def _by_structure(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module
     floor = max(policy.units.min_numel, 1)
     for name, module in _walk(model, ""):
         found.append((name, module))
-    blocks = {id(child) for _, module in found for child in module.modules()}
-    for name, module in named_modules(model):
-        own = sum(param.numel() for param in module.parameters(recurse=False))
-        leaf = next(module.children(), None) is None
+    blocks = {id(child) for _, module in found for child in tree.modules(module)}
+    for name, module in tree.named_modules(model):
+        own = sum(param.numel() for param in tree.own_parameters(module))
+        leaf = next(tree.children(module), None) is None
         if leaf and id(module) not in blocks and own >= floor and not _is_expert(name) and name:
             found.append((name, module))
     return found
@@ -134,10 +134,10 @@ def _by_structure(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Outermost repeated blocks below ``module``."""
-    children = [(f"{prefix}.{name}" if prefix else name, child) for name, child in named_children(module)]
+    children = [(f"{prefix}.{name}" if prefix else name, child) for name, child in tree.named_children(module)]
     counts = Counter(type(child) for _, child in children if _has_own_structure(child))
     for name, child in children:
-        if _is_expert(name) or next(child.parameters(), None) is None:
+        if _is_expert(name) or next(tree.parameters(child), None) is None:
             continue
         repeated = counts[type(child)] > 1 and not isinstance(child, HOLDERS)
         # An encoder and a decoder of one class are not blocks: each holds a list of them.
@@ -149,16 +149,16 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _holds_blocks(module: nn.Module) -> bool:
     """Somewhere below is a list of repeated modules that have children of their own."""
-    for holder in module.modules():
+    for holder in tree.modules(module):
         if isinstance(holder, HOLDERS):
-            counts = Counter(type(child) for _, child in named_children(holder) if _has_own_structure(child))
+            counts = Counter(type(child) for _, child in tree.named_children(holder) if _has_own_structure(child))
             if counts and max(counts.values()) > 1:
                 return True
     return False
 
 
 def _has_own_structure(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None and next(module.parameters(), None) is not None
+    return next(tree.children(module), None) is not None and next(tree.parameters(module), None) is not None
 
 
 def _is_expert(name: str) -> bool:
@@ -185,7 +185,7 @@ def _rest(model: nn.Module, params: dict[str, nn.Parameter], everything: bool) -
     if everything:
         # One unit is the whole model: hooking the root alone costs less than hooking every layer.
         return Group(type(model).__name__, [model], params)
-    modules = dict(named_modules(model))
+    modules = dict(tree.named_modules(model))
     for name in params:
         owner = modules[name.rpartition(".")[0]]
         if not _inside_called(model, name):
@@ -201,7 +201,7 @@ def _inside_called(model: nn.Module, name: str) -> bool:
 def _name_aliases(model: nn.Module, groups: Sequence[Group]) -> None:
     """Parameters are called as ``model.named_parameters()`` calls them; a rule may call them by any of their names."""
     found: dict[int, dict[str, None]] = {}
-    for name, param in named_parameters(model, remove_duplicate=False):
+    for name, param in tree.named_parameters(model, remove_duplicate=False):
         found.setdefault(id(param), {})[name] = None
     every = {identity: tuple(names) for identity, names in found.items()}
     for group in groups:
@@ -212,9 +212,9 @@ def _name_aliases(model: nn.Module, groups: Sequence[Group]) -> None:
 def _enter_aliases(model: nn.Module, groups: Sequence[Group]) -> None:
     """A module that uses a parameter of a unit it does not lie in is one more way into that unit (tied weights)."""
     home = {id(param): group for group in groups for param in group.params.values()}
-    below = {id(group): {id(m) for entry in group.entries for m in entry.modules()} for group in groups}
-    for module in model.modules():
-        for param in module.parameters(recurse=False):
+    below = {id(group): {id(m) for entry in group.entries for m in tree.modules(entry)} for group in groups}
+    for module in tree.modules(model):
+        for param in tree.own_parameters(module):
             group = home.get(id(param))
             if group is not None and id(module) not in below[id(group)]:
                 group.entries.append(module)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zhooks import tree
+
 __all__ = ["OF_PARAMS", "numbers_of", "of_no_param", "options_kept"]
 
 #: Of a group: its parameters, and what runs beside them.
@@ -86,7 +88,7 @@ def _restore_of(value: Any, taken: dict[int, _Restore]) -> _Restore:
         state = value.get_state()
         return lambda: value.set_state(state)
     if isinstance(value, nn.Module):
-        buffers = [_container(module._buffers, taken) for module in value.modules()]
+        buffers = [_container(module._buffers, taken) for module in tree.modules(value)]
         return lambda: (value, [restore() for restore in buffers])[0]
     if isinstance(value, (tuple, frozenset)):
         every = [_taken(one, taken) for one in value]
@@ -141,7 +143,7 @@ def _text(value: Any, above: set[int]) -> str:
         return type(value).__name__
     inside = above | {id(value)}
     if isinstance(value, nn.Module):
-        return f"{type(value).__name__} {_text([module._buffers for module in value.modules()], inside)}"
+        return f"{type(value).__name__} {_text([module._buffers for module in tree.modules(value)], inside)}"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{_text(k, inside)}: {_text(v, inside)}' for k, v in value.items())}}}"
     if isinstance(value, (set, frozenset)):

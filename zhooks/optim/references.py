@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zhooks import tree
 from zhooks.optim.counters import OF_PARAMS
 from zhooks.optim.groups import params_of
 from zhooks.optim.owned_states import plain_parts
@@ -135,7 +136,7 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
             except ValueError:
                 continue  # not yet filled
     elif isinstance(value, nn.Module):
-        yield ".parameters()", list(value.parameters())
+        yield ".parameters()", list(tree.parameters(value))
     elif hasattr(value, "__dict__"):
         for key, item in list(vars(value).items()):
             yield f".{key}", item

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
 from offload.errors import AttachError, CheckpointError
 from offload.policy import Policy
-from offload.text import shown
+from offload.text import counted, shown
+from zhooks import tree
 from zhooks.comm import CONTROL, Call, Comm, Transport, text_digest
 from zhooks.layout import Axis, Division, Group, Ignored, Mesh, is_divided, part_of
 from zhooks.optim import holders, holds, partitions
@@ -52,7 +54,7 @@ def check_holds(optimizers: Sequence[object], model: nn.Module, verb: str) -> No
     Raises:
         CheckpointError: one is none, or holds no parameter of the model.
     """
-    params = list(model.parameters())
+    params = list(tree.parameters(model))
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
             raise CheckpointError(
@@ -90,7 +92,7 @@ def check_ignored(model: nn.Module, ignored: Ignored, policy: Policy) -> None:
         AttachError: it is on meta, or would get gradients that are scaled and never divided.
     """
     buffers = ignored.buffers()
-    whole = [*ignored.params.items(), *((name, buffer) for name, buffer in model.named_buffers() if id(buffer) in buffers)]
+    whole = [*ignored.params.items(), *((name, buffer) for name, buffer in tree.named_buffers(model) if id(buffer) in buffers)]
     bare = [name for name, tensor in whole if tensor.device.type == "meta"]
     if bare:
         subject, other = ("attach", "") if bare[0] in ignored.unnamed else ("[units] ignore", ", or take it out of ignore")
@@ -140,6 +142,7 @@ def check_model(model: nn.Module, ignored: Ignored) -> torch.device:
                 f"{_unwrapped(name, around)}"
             )
     params = dict(ignored.named_parameters(model))
+    _check_shown(model)
     if not params:
         found = "that [units] ignore names all of them" if ignored.params else "none"
         found = "only frozen tensor subclasses, which stay as they are" if ignored.unnamed else found
@@ -157,7 +160,7 @@ def check_model(model: nn.Module, ignored: Ignored) -> torch.device:
     first = next(iter(params.values()))
     if first.device.type != "meta":
         return first.device
-    buffers = [buffer for buffer in model.buffers() if buffer.device.type != "meta"]
+    buffers = [buffer for buffer in tree.buffers(model) if buffer.device.type != "meta"]
     if buffers:
         return buffers[0].device
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -192,6 +195,28 @@ def _check_parameter(name: str, param: nn.Parameter, model: nn.Module) -> None:
         )
 
 
+#: Methods of a module that an optimizer's parameters may come from.
+_SHOWN = ("parameters", "named_parameters", "modules", "named_modules", "children", "named_children")
+
+
+def _check_shown(model: nn.Module) -> None:
+    """A module that overrides how it shows its parameters may show fewer, but none that no module has registered."""
+    known = {id(param) for param in tree.parameters(model)}
+    for name, module in tree.named_modules(model):
+        kind = type(module)
+        if all(getattr(kind, method) is getattr(nn.Module, method) for method in _SHOWN):
+            continue
+        leaves = tree_leaves(list(module.parameters()))
+        others = [each for each in leaves if isinstance(each, Tensor) and each.requires_grad and id(each) not in known]
+        if others:
+            raise AttachError(
+                f"attach: expected {name or 'the model'} to register every parameter, found that parameters() of "
+                f"{kind.__name__} returns {counted(len(others), 'trainable tensor')} that no module has, the first of shape "
+                f"{tuple(others[0].shape)}: each rank would train its own. Assign it to an attribute of a module as an "
+                "nn.Parameter, and keep modules in an nn.ModuleList."
+            )
+
+
 def _some(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
@@ -199,12 +224,13 @@ def _some(names: Sequence[str]) -> str:
 def _holder(param: nn.Parameter, model: nn.Module) -> str:
     """Who refers to the memory of ``param`` beside the model, as far as that can be seen, and what to do."""
     for found in gc.get_objects():
-        if issubclass(type(found), nn.Module) and (around := wrapper(found)) and any(param is p for p in found.parameters()):
+        around = wrapper(found) if issubclass(type(found), nn.Module) else None
+        if around and any(param is each for each in tree.parameters(found)):
             return (
                 f"{around} around the model, which listens to its gradients. Take the model out and delete the wrapper: "
                 "model = wrapper.module; del wrapper."
             )
-    for name, module in model.named_modules():
+    for name, module in tree.named_modules(model):
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 return (
@@ -222,7 +248,7 @@ def check_division(model: nn.Module, tp: Axis, ignored: Ignored) -> None:
     Raises:
         AttachError: one lies over other ranks, or is uneven, or a partial sum.
     """
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    named = [*tree.named_parameters(model, remove_duplicate=False), *tree.named_buffers(model, remove_duplicate=False)]
     left = ignored.identities() | ignored.buffers()
     for name, tensor in named:
         if id(tensor) in left or not is_divided(tensor):

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from offload.errors import AttachError
+from zhooks import tree
 
 __all__ = ["check_initialisers", "initialiser_of", "is_meta"]
 
@@ -21,7 +22,7 @@ def check_initialisers(model: nn.Module, init: Callable[[nn.Module], None] | Non
     Raises:
         AttachError: one has no initialiser, and none was passed.
     """
-    meta = [(name, module) for name, module in model.named_modules() if is_meta(module)] if init is None else []
+    meta = [(name, module) for name, module in tree.named_modules(model) if is_meta(module)] if init is None else []
     missing = [name or type(module).__name__ for name, module in meta if initialiser_of(model, module) is None]
     if missing:
         raise AttachError(
@@ -48,5 +49,5 @@ def initialiser_of(model: nn.Module, module: nn.Module) -> Callable[[nn.Module],
 
 def is_meta(module: nn.Module) -> bool:
     """The module owns a tensor without memory."""
-    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return any(tensor.device.type == "meta" for tensor in tensors)
+    tensors = [*tree.own_parameters(module), *module._buffers.values()]
+    return any(tensor is not None and tensor.device.type == "meta" for tensor in tensors)

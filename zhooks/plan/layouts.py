@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from offload.errors import AttachError, PolicyError
 from offload.policy import Policy
 from offload.text import as_size
+from zhooks import tree
 from zhooks.comm import Comm
 from zhooks.layout import ALIGN_BYTES, FLATS, FlatPlan, Group, Kind, Table, UnitPlan, flat_layout, kind_of
 from zhooks.plan.device_share import keep_on_device
@@ -82,8 +83,8 @@ class Layouts:
     def over(cls, model: nn.Module, policy: Policy, ranks: int, replicas: int, device: torch.device) -> Layouts:
         """How it would be over so many ranks, and replicas of their shards."""
         # Parameters of batch and instance norms stay in their own dtype beside their running statistics.
-        norms = [module for module in model.modules() if isinstance(module, _NormBase)]
-        wide = frozenset(id(param) for norm in norms for param in norm.parameters(recurse=False))
+        norms = [module for module in tree.modules(model) if isinstance(module, _NormBase)]
+        wide = frozenset(id(param) for norm in norms for param in tree.own_parameters(norm))
         bound = Bound(policy.comm.buffer, ranks, replicas)
         return cls(policy, Table.of(policy.table()), bound, device, wide)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import AttachError
-from zhooks.compiled import named_parameters, plain_name
+from zhooks import tree
 from zhooks.layout import Ignored, part_of
 
 __all__ = ["check_own_memory"]
@@ -42,7 +42,7 @@ def check_own_memory(model: nn.Module, ignored: Ignored) -> None:
         AttachError: one does.
     """
     trained = {id(param) for param in ignored.parameters(model) if param.requires_grad}
-    named = [*named_parameters(model), *((plain_name(name), buffer) for name, buffer in model.named_buffers())]
+    named = [*tree.named_parameters(model), *tree.named_buffers(model)]
     parts = [(name, part_of(tensor), id(tensor) in trained) for name, tensor in named if not torch.nn.parameter.is_lazy(tensor)]
     ranges = sorted(
         (_Range.of(name, part, written=written) for name, part, written in parts if _has_memory(part)),

@@ -23,6 +23,7 @@ from offload.policy import Policy
 from offload.text import as_size
 from offload.tier import Tier
 from offload.virtual import NAME
+from zhooks import tree
 from zhooks.comm import CONTROL, Call, Comm, all_or_none, least, same_text
 from zhooks.plan import Request
 from zhooks.planning.axes import Candidate, candidates
@@ -73,7 +74,7 @@ def chosen_for(request: Request, comm: Comm) -> Choice:
     with all_or_none(comm.stage, "attach"):
         mine, before = _capacity(request, beside)
     limits = _agreed(mine, comm)
-    trained = [param for param in request.model.parameters() if param.requires_grad]
+    trained = [param for param in tree.parameters(request.model) if param.requires_grad]
     # What is not known yet is taken to be Adam's.
     optimizer = request.known[0] if request.known else torch.optim.AdamW(trained) if trained else None
     world = comm.shard.axis.world * replicas
@@ -158,7 +159,7 @@ def _capacity(request: Request, ranks: Ranks) -> tuple[Limits, int]:
     seam = open_device(request.device)
     try:
         # What the model takes now is what it will be made of.
-        own = sum(param.nbytes for param in request.model.parameters() if param.device == request.device)
+        own = sum(param.nbytes for param in tree.parameters(request.model) if param.device == request.device)
         # Of the virtual device's host nothing has been taken.
         own = 0 if seam.addresses_host and request.device.type != "cpu" else own
         there = on_this_machine(seam, request, ranks)

@@ -14,6 +14,7 @@ from torch import nn
 
 from offload.policy import Policy
 from offload.tier import Tier
+from zhooks import tree
 from zhooks.layout import FlatPlan, Group, Ignored, UnitPlan, find_units
 from zhooks.plan import Layouts, device_floor, ignored_here, state_nbytes
 from zhooks.planning.axes import Candidate
@@ -79,7 +80,7 @@ class Needs:
     _states: dict[tuple[int, int, int], int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.numel = sum(param.numel() for param in self.model.parameters())
+        self.numel = sum(param.numel() for param in tree.parameters(self.model))
 
     def built(self, tp: int) -> Built:
         """The model over so many ranks of ``tp``."""

@@ -28,6 +28,7 @@ from offload.events import Bus, Event
 from offload.policy import Policy
 from offload.text import as_size
 from offload.tier import Tier
+from zhooks import tree
 from zhooks.comm import AllRanks, Comm, all_or_none, least
 from zhooks.layout import FLATS
 from zhooks.optim import closure_of, holds, watch_steps
@@ -126,7 +127,7 @@ class Replanning:
             self._stepped = True
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
-        return holds(optimizer, self._choice.request.model.parameters())
+        return holds(optimizer, tree.parameters(self._choice.request.model))
 
     def training_begins(self) -> None:
         """A training pass begins on every rank.  Collective after each step from the third on, until it is over."""

@@ -16,8 +16,8 @@ from torch import nn
 
 from offload.policy import Policy
 from offload.user_warnings import warn_user
+from zhooks import tree
 from zhooks.comm import Comm
-from zhooks.compiled import named_modules
 from zhooks.unit import Unit
 
 #: So many of the model's names are shown; and how like a glob's words theirs must be to be called close.
@@ -94,7 +94,7 @@ def _inputs(model: nn.Module, units: Sequence[Unit], policy: Policy) -> Iterator
     if not globs:
         return
     entries = {id(entry) for unit in units for entry in unit.entries}
-    every = named_modules(model, remove_duplicate=False)
+    every = tree.named_modules(model, remove_duplicate=False)
     entered = [unit.name for unit in units] + [name for name, module in every if id(module) in entries]
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in entered):

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from offload.policy import Precision
-from zhooks.compiled import CASTS, REASON, named_modules, outside_graphs
+from zhooks import tree
+from zhooks.compiled import CASTS, REASON, outside_graphs
 from zhooks.grad import Scaling, each, in_backward
 from zhooks.layout import DTYPES
 from zhooks.run.given import Given
@@ -186,9 +187,9 @@ def watch(model: nn.Module, units: Sequence[Unit], meter: Watcher) -> list[Remov
             continue
         seen.add(id(module))
         whole = id(module) in entries
-        if number is not None and (whole or next(module.children(), None) is None):
+        if number is not None and (whole or next(tree.children(module), None) is None):
             handles.append(module.register_forward_hook(Watch(meter, number, whole=whole)))
-        waiting.extend((child, number) for child in module.children())
+        waiting.extend((child, number) for child in tree.children(module))
     return handles
 
 
@@ -236,7 +237,7 @@ def remove(handles: list[RemovableHandle]) -> None:
 
 def install(model: nn.Module, units: Sequence[Unit], runtime: Runtime, casts: Casts) -> list[RemovableHandle]:
     """Hook every module that units are entered through; returns the handles that undo it."""
-    names = {id(module): name for name, module in named_modules(model)}
+    names = {id(module): name for name, module in tree.named_modules(model)}
     through: dict[int, tuple[nn.Module, list[Unit]]] = {id(model): (model, [])}
     for unit in units:
         for module in unit.entries:
@@ -244,7 +245,7 @@ def install(model: nn.Module, units: Sequence[Unit], runtime: Runtime, casts: Ca
     handles: list[RemovableHandle] = []
     with _removed_if_it_fails(handles):
         for module, entered in through.values():
-            below = {unit.number for inner in module.modules() if id(inner) in through for unit in through[id(inner)][1]}
+            below = {unit.number for inner in tree.modules(module) if id(inner) in through for unit in through[id(inner)][1]}
             own = [unit.number for unit in entered]
             scope = Scope(names.get(id(module), "") or type(module).__name__, (*own, *sorted(below.difference(own))))
             before = Before(runtime, entered, scope, casts)

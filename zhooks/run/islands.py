@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from offload.errors import AttachError
 from offload.policy import Policy
+from zhooks import tree
 from zhooks.layout import DTYPES, UnitPlan
 
 __all__ = ["Island", "Map", "chart"]
@@ -61,12 +62,12 @@ class _Ruled:
 
     def dtypes(self, module: nn.Module, *, recurse: bool) -> set[torch.dtype]:
         """What the parameters of a module compute in."""
-        params = module.parameters(recurse=recurse)
+        params = tree.parameters(module) if recurse else tree.own_parameters(module)
         return {self.inside[id(param)] for param in params if id(param) in self.inside}
 
     def island(self, module: nn.Module) -> torch.dtype | None:
         """The one dtype that rules give all parameters of a module, if they do."""
-        params = [id(param) for param in module.parameters() if id(param) in self.inside]
+        params = [id(param) for param in tree.parameters(module) if id(param) in self.inside]
         found = {self.inside[param] for param in params}
         return found.pop() if len(found) == 1 and self.ruled.issuperset(params) else None
 
@@ -91,7 +92,7 @@ def _entries(
     units: Sequence[UnitPlan], outside: torch.dtype | None, islands: Sequence[Island]
 ) -> Iterator[tuple[nn.Module, torch.dtype]]:
     """What units are entered through, and the dtype around it; an island casts by itself."""
-    inside = {id(module): island.inside for island in islands for module in island.module.modules()}
+    inside = {id(module): island.inside for island in islands for module in tree.modules(island.module)}
     cast = {id(island.module) for island in islands}
     for entry in {id(entry): entry for unit in units for entry in unit.group.entries}.values():
         dtype = inside.get(id(entry), outside)
@@ -102,7 +103,7 @@ def _entries(
 def _islands(
     model: nn.Module, units: Sequence[UnitPlan], ruled: _Ruled, said: torch.dtype | None
 ) -> Iterator[Island]:
-    for name, module in model.named_modules():
+    for name, module in tree.named_modules(model):
         _check(name, module, ruled)
     own = next((flat.kind.master for unit in units for flat in unit.flats if flat.kind.master.is_floating_point), None)
     outside = said or own or torch.float32
@@ -112,7 +113,7 @@ def _islands(
 
 def _ruled(model: nn.Module, units: Sequence[UnitPlan], policy: Policy) -> _Ruled:
     # Norms with running statistics mix dtypes by themselves.
-    exempt = {id(p) for m in model.modules() if isinstance(m, _NormBase) for p in m.parameters(recurse=False)}
+    exempt = {id(p) for m in tree.modules(model) if isinstance(m, _NormBase) for p in tree.own_parameters(m)}
     members = [member for unit in units for member in unit.members() if member[0].kind.master.is_floating_point]
     places = [(param, name, flat) for flat, name, param in members if id(param) not in exempt]
     every = {name: unit.group.names(name) for unit in units for _, name, _ in unit.members()}
@@ -135,16 +136,16 @@ def _outermost(model: nn.Module, ruled: _Ruled, outside: torch.dtype) -> Iterato
         seen.add(id(module))
         dtype = ruled.island(module)
         if dtype is None:
-            waiting.extend(reversed(list(module.children())))
+            waiting.extend(reversed(list(tree.children(module))))
         elif dtype != outside:
-            seen.update(id(inner) for inner in module.modules())
+            seen.update(id(inner) for inner in tree.modules(module))
             yield module, dtype
 
 
 def _check(name: str, module: nn.Module, ruled: _Ruled) -> None:
     if len(ruled.dtypes(module, recurse=False)) < 2 or not type(module).__module__.startswith("torch.nn."):
         return
-    mixed = [id(param) for param in module.parameters(recurse=False) if id(param) in ruled.inside]
+    mixed = [id(param) for param in tree.own_parameters(module) if id(param) in ruled.inside]
     if ruled.ruled.isdisjoint(mixed):
         return
     said = ", ".join(f"{ruled.names[one]} in {str(ruled.inside[one]).removeprefix('torch.')}" for one in mixed)

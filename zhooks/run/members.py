@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import AttachError
+from zhooks import tree
 from zhooks.layout import FrozenSubclass, Ignored
 from zhooks.tensor import ShardedTensor
 
@@ -119,7 +120,7 @@ def _whose(module: nn.Module) -> Members | None:
 
 def _module_registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     around = wrapper(parent)
-    if around is not None and child is not None and any(_whose(module) is not None for module in child.modules()):
+    if around is not None and child is not None and any(_whose(module) is not None for module in tree.modules(child)):
         raise AttachError(
             f"{around}: expected a plain model, found an attached one, whose gradients attach reduces already: {around} would "
             f"see none of them. Train the attached model without {around} (in Lightning, Accelerate or Ray: without their "

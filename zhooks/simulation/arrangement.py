@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from offload.errors import AttachError, SimulationError
 from offload.virtual import NAME
+from zhooks import tree
 from zhooks.layout import EP, PP, TP, axis_names
 
 __all__ = ["Arrangement", "Built", "built", "is_count"]
@@ -131,7 +132,7 @@ def built(build: Callable[..., Any], arrangement: Arrangement, mesh: DeviceMesh 
 @torch.no_grad()
 def _move(model: nn.Module) -> None:
     """What legacy constructors (``torch.Tensor(n)``) and real data made on the CPU; optimizers know parameters by identity."""
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*tree.parameters(model), *tree.buffers(model)):
         if tensor.device.type == "cpu":
             moved = tensor.to(NAME)
             made = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved

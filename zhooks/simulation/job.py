@@ -21,6 +21,7 @@ from offload.errors import SimulationError
 from offload.hardware import Hardware
 from offload.policy import Policy
 from offload.virtual import NAME, Machine
+from zhooks import tree
 from zhooks.comm import ranks_on_paper
 from zhooks.layout import Ignored
 from zhooks.plan import check_module
@@ -111,7 +112,7 @@ class Job:
                 "axis, found none. Write build(mesh=None)."
             )
         whole = self._built(1, base)
-        place = next((param.device for param in whole.model.parameters()), torch.device(NAME, 0))
+        place = next((param.device for param in tree.parameters(whole.model)), torch.device(NAME, 0))
         divided = {}
         for tp in self._sizes():
             try:
@@ -119,7 +120,7 @@ class Job:
             except Exception as error:
                 self.notes.append(f"tp {tp}: build raised {said(error)}")
                 continue
-            if any(isinstance(param, DTensor) for param in built.model.parameters()):
+            if any(isinstance(param, DTensor) for param in tree.parameters(built.model)):
                 divided[tp] = built
             else:
                 self.notes.append(f'tp {tp}: build returned a model with no parameter divided over mesh["tp"]')

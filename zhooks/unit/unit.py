@@ -23,6 +23,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from offload.errors import AttachError, ShardedOpError
 from offload.virtual import NAME
+from zhooks import tree
 from zhooks.layout import UnitPlan, inner_units, mark_of
 from zhooks.unit.flat import Flat
 
@@ -193,7 +194,7 @@ def find_slots(model: nn.Module, units: Sequence[Unit]) -> None:
     for unit in units:
         unit.slots, unit.recurrent = [], []
         where |= {id(param): (unit, f, i) for f, flat in enumerate(unit.flats) for i, param in enumerate(flat.params)}
-    for module in model.modules():
+    for module in tree.modules(model):
         for key, param in module._parameters.items():
             if id(param) in where:
                 unit, flat, index = where[id(param)]
@@ -214,7 +215,7 @@ def find_around(units: Sequence[Unit]) -> None:
 def _drop_computed(model: nn.Module) -> None:
     """torch's old weight_norm and spectral_norm leave the weight they computed, and its graph, in the module, where the graph
     would forbid the swap.  The value stays; their hook computes weight and graph anew before every forward."""
-    for module in model.modules():
+    for module in tree.modules(model):
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, WeightNorm | SpectralNorm):
                 weight = module.__dict__.get(hook.name)
@@ -226,7 +227,7 @@ def _drop_computed(model: nn.Module) -> None:
 def loose_references(model: nn.Module) -> Iterator[None]:
     """RNNs keep weak references to their weights, which would forbid the swap: taken away and given back."""
     _drop_computed(model)
-    held = [module for module in model.modules() if isinstance(module.__dict__.get("_flat_weight_refs"), list)]
+    held = [module for module in tree.modules(model) if isinstance(module.__dict__.get("_flat_weight_refs"), list)]
     for module in held:
         module.__dict__["_flat_weight_refs"] = []
     try:
