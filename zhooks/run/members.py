@@ -40,6 +40,8 @@ class Members:
     def __init__(self, model: nn.Module, ignored: Ignored) -> None:
         self._model, self._ignored = model, ignored
         self._modules: dict[int, nn.Module] = {}
+        # Forgets them where a model is dropped that was never detached.
+        self._end: weakref.finalize[..., Members] | None = None
         self._attached: list[nn.Module] = []
         self._places: frozenset[tuple[int, str]] = frozenset()
         #: Of tensor subclasses: what attach left as it is because it was frozen.
@@ -63,7 +65,7 @@ class Members:
     def close(self) -> None:
         """The modules are nobody's again."""
         _open.discard(self)
-        _forget(self._modules)
+        self._forget()
         self._modules, self._attached, self._places = {}, [], frozenset()
         if not _open:
             while _handles:
@@ -99,15 +101,19 @@ class Members:
 
     def _take(self) -> None:
         """Every module of the model is watched, those that came without parameters too."""
-        _forget(self._modules)
+        self._forget()
         self._modules = {id(module): module for _, module in self._ignored.named_modules(self._model)}
         me = weakref.ref(self)
         for number in self._modules:
             _of[number] = me
-        weakref.finalize(self, _forget, tuple(self._modules))
+        self._end = weakref.finalize(self, _forget, tuple(self._modules))
+
+    def _forget(self) -> None:
+        if self._end is not None:
+            self._end()
 
 
-def _forget(numbers: Any) -> None:
+def _forget(numbers: tuple[int, ...]) -> None:
     for number in numbers:
         _of.pop(number, None)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -270,3 +271,15 @@ def test_an_optimizer_that_partitions_the_parameters_itself_is_refused_by_name(s
     assert not optimizer.optim.state
     attachment.detach()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), net().parameters(), strict=True))
+
+
+def test_freezing_again_and_again_leaves_no_finalizer_behind() -> None:
+    model = net()
+    attachment = zhooks.attach(model)
+    registered: list[int] = []
+    for number in range(6):
+        model[0].requires_grad_(number % 2 == 1)
+        model(torch.ones(4, 6)).sum().backward()
+        registered.append(len(weakref.finalize._registry))  # type: ignore[attr-defined]
+    assert len(set(registered[2:])) == 1
+    attachment.detach()
