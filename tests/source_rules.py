@@ -275,6 +275,29 @@ def collectives_only_in_comm(sources: list[Source]) -> list[str]:
     return findings
 
 
+#: Functions of torch that make a tensor on the default device, which a user may set to any; and those of the default dtype.
+FACTORIES = {
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn",
+    "randperm", "scalar_tensor", "tensor", "zeros",
+}  # fmt: skip
+OF_DTYPE = {"empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randn", "zeros"}
+
+
+def factories_name_device_and_dtype(sources: list[Source]) -> list[str]:
+    findings: list[str] = []
+    for here in of_packages(sources, "zhooks", "offload"):
+        known = aliases(here)
+        for node in here.nodes:
+            name = dotted(node.func, known) if isinstance(node, ast.Call) else None
+            top, _, function = (name or "").partition(".")
+            if not isinstance(node, ast.Call) or top != "torch" or function not in FACTORIES:
+                continue
+            named = {keyword.arg for keyword in node.keywords}
+            wanted = ["device", "dtype"] if function in OF_DTYPE else ["device"]
+            findings += [here.finding(node, f"torch.{function} without {word}") for word in wanted if word not in named]
+    return findings
+
+
 #: What a model may override to show less than it has.
 WALKS = {
     "parameters", "named_parameters", "modules", "named_modules", "children", "named_children", "buffers", "named_buffers",

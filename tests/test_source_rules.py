@@ -14,6 +14,7 @@ from tests.source_rules import (
     all_sources,
     clocks_only_in_events_and_comm,
     collectives_only_in_comm,
+    factories_name_device_and_dtype,
     hooks_only_in_their_files,
     import_targets,
     imports_point_down,
@@ -57,6 +58,10 @@ def test_no_module_imports_itself_round_a_corner() -> None:
 
 def test_collectives_are_called_only_in_comm() -> None:
     keeps(collectives_only_in_comm)
+
+
+def test_factories_name_device_and_dtype() -> None:
+    keeps(factories_name_device_and_dtype)
 
 
 def test_models_are_walked_by_tree() -> None:
@@ -147,6 +152,8 @@ BROKEN: list[tuple[Rule, str, str, str]] = [
     (collectives_only_in_comm, "zhooks/grad/gradient.py", "from torch.distributed import broadcast_object_list", ":1: torch"),
     (collectives_only_in_comm, "zhooks/grad/gradient.py", "group._allgather_base(a, b)", ":1: ._allgather_base"),
     (collectives_only_in_comm, "zhooks/grad/gradient.py", "import torch\ntorch.ops.c10d.allreduce_(t)", ":2: torch.ops.c10d"),
+    (factories_name_device_and_dtype, "zhooks/unit/unit.py", "import torch\ntorch.tensor([1])", ":2: torch.tensor without dev"),
+    (factories_name_device_and_dtype, "offload/pages.py", "from torch import zeros\nzeros(1, device='cpu')", ":2: torch.zeros"),
     (models_are_walked_by_tree, "zhooks/unit/unit.py", "list(model.parameters())", ":1: .parameters() past"),
     (models_are_walked_by_tree, "zhooks/unit/unit.py", "for m in self.model.modules(): ...", ":1: .modules() past"),
     (hooks_only_in_their_files, "zhooks/unit/unit.py", "m.register_forward_pre_hook(f)", ":1: .register_forward_pre_hook"),

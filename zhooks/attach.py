@@ -275,7 +275,8 @@ class Attachment(
                 "forward: expected a completed detach(), found one that failed halfway. Call detach() again."
             )
             self._make_plain(optimizers)
-        self._comm.stage.all_reduce(Call(CONTROL, "detach", "all units"), torch.zeros(1), "sum")
+        everybody = torch.zeros(1, dtype=torch.float32, device="cpu")
+        self._comm.stage.all_reduce(Call(CONTROL, "detach", "all units"), everybody, "sum")
         self._leave_peers()
         undo, self._undo = self._undo, None
         assert undo is not None

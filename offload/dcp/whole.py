@@ -168,7 +168,7 @@ class DistributedModel:
     def _whole(self, tensor: Whole) -> Tensor:
         # All are there before memory is taken for what they should fill.
         opened = [self._stored(tensor, chunk.sizes, chunk.span) for chunk in tensor.chunks]
-        out = torch.empty(tensor.shape, dtype=tensor.dtype)
+        out = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         for chunk, stored in zip(tensor.chunks, opened, strict=True):
             self._verified(stored.file)
             into = out

@@ -48,7 +48,7 @@ class Values:
 
     def elements(self, start: int, numel: int) -> Tensor:
         """A run of them, new, 1-D on the CPU."""
-        out, at = torch.empty(numel, dtype=self.dtype), 0
+        out, at = torch.empty(numel, dtype=self.dtype, device="cpu"), 0
         for each in self.ranges:
             first, last = max(start, at), min(start + numel, at + each.numel)
             if first < last:

@@ -68,7 +68,7 @@ class DeepSpeedModel:
                 if key != VALUE:
                     yield state_key(name, key), self._whole(param, values)
             for key, number in param.numbers.items():
-                yield state_key(name, key), torch.tensor(number)
+                yield state_key(name, key), torch.tensor(number, dtype=torch.float32, device="cpu")
 
     def groups(self) -> list[dict[str, Any]]:
         """The options of the optimizer's groups, "params" by name."""

@@ -129,7 +129,7 @@ class CudaCalls:
         torch shows cudaHostRegister but not cudaGetLastError; the check after a launch of its own takes the error, and raises.
         """
         with suppress(RuntimeError):
-            torch.empty(1, device=self.device).fill_(0.0)
+            torch.empty(1, dtype=torch.float32, device=self.device).fill_(0.0)
 
 
 @functools.cache

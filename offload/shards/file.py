@@ -230,7 +230,7 @@ class ShardReader:
         """
         entry = self.entry(name)
         itemsize, total = entry.dtype.itemsize, entry.nbytes
-        buffer = torch.empty(min(CHUNK, total), dtype=torch.uint8)
+        buffer = torch.empty(min(CHUNK, total), dtype=torch.uint8, device="cpu")
         memory = buffer.numpy().data
         state = xxhash.xxh3_64()
         for offset in range(0, total, CHUNK):
@@ -247,7 +247,7 @@ class ShardReader:
     def tensor(self, name: str) -> Tensor:
         """The whole tensor, new, on the CPU."""
         entry = self.entry(name)
-        whole = torch.empty(math.prod(entry.shape), dtype=entry.dtype)
+        whole = torch.empty(math.prod(entry.shape), dtype=entry.dtype, device="cpu")
         for start, chunk in self.chunks(name):
             whole[start : start + chunk.numel()] = chunk
         return whole.reshape(entry.shape)
@@ -263,7 +263,7 @@ class ShardReader:
         low, high = self.span(name, start, start + numel)
         if self._part is not None and self._part.has(low, high) and low % entry.dtype.itemsize == 0:
             return self._part.bytes(low, high).view(entry.dtype)
-        found = torch.empty(numel, dtype=entry.dtype)
+        found = torch.empty(numel, dtype=entry.dtype, device="cpu")
         self.read(name, start, found)
         return found
 

@@ -43,7 +43,7 @@ class Part:
             self._places.append(held)
             held += stop - start
         # Small pages: it is written once and soon given back, and large ones took longer to be had than to be filled.
-        self._memory = torch.empty(held, dtype=torch.uint8)
+        self._memory = torch.empty(held, dtype=torch.uint8, device="cpu")
         self._left = sorted((digests or {}).items(), reverse=True)
         self._state = xxhash.xxh3_64()
         self._wrong = False

@@ -177,7 +177,7 @@ class SavedModel:
                         fulls[place] = self._full(flat, place, kind.tensor)
                 yield state_key(param.name, kind.key), _joined(param, [_part(param, fulls[place]) for place in places])
         for entry, value in self._numbers():
-            yield entry.name, torch.tensor(value, dtype=entry.dtype)
+            yield entry.name, torch.tensor(value, dtype=entry.dtype, device="cpu")
 
     def groups(self) -> list[dict[str, Any]]:
         """The options of the optimizer's groups, "params" by name.
@@ -206,7 +206,7 @@ class SavedModel:
         name = name or flat.tensor
         with closing(self.reader(self._places().ranks[0, 0, tp])) as reader:
             dtype = flat.dtype if name == flat.tensor else reader.entry(name).dtype
-        full = torch.empty(flat.padded, dtype=dtype)
+        full = torch.empty(flat.padded, dtype=dtype, device="cpu")
         for shard in range(flat.world):
             with closing(self.reader(self._places().ranks[shard, 0, tp])) as reader:
                 entry = reader.entry(name)

@@ -79,5 +79,5 @@ def _plain(packed: Any) -> Any:
     if isinstance(packed, dict) and packed.keys() == {"dict"}:
         return {_plain(key): _plain(item) for key, item in packed["dict"]}
     if isinstance(packed, dict) and "scalar" in packed:
-        return torch.tensor(packed["scalar"], dtype=DTYPES[packed["dtype"]])
+        return torch.tensor(packed["scalar"], dtype=DTYPES[packed["dtype"]], device="cpu")
     raise ValueError(f"an option of a group that is not plain data ({str(packed)[:40]})")

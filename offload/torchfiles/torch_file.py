@@ -99,7 +99,7 @@ class Stored:
             raise self.file.refused(f"{self.numel} elements where {start + numel} are asked for")
         if not self.contiguous:
             return self.tensor().reshape(-1)[start : start + numel].clone()
-        found = torch.empty(numel, dtype=self.dtype)
+        found = torch.empty(numel, dtype=self.dtype, device="cpu")
         if numel:
             self.file.read_of(self.record, found.view(torch.uint8).numpy().data, self.offset + start * self.dtype.itemsize)
         return found
@@ -109,7 +109,7 @@ class Stored:
         if self.contiguous:
             return self.elements(0, self.numel).reshape(self.shape)
         span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        whole = torch.empty(span, dtype=self.dtype)
+        whole = torch.empty(span, dtype=self.dtype, device="cpu")
         self.file.read_of(self.record, whole.view(torch.uint8).numpy().data, self.offset)
         return whole.as_strided(self.shape, self.stride).contiguous()
 

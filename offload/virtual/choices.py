@@ -134,7 +134,8 @@ def _rnn_workspace(shape: tuple[int, ...], weight: tuple[int, ...], train: bool)
     gates = weight[0]
     hidden = gates // 4
     x, own, back, bias, state = (
-        torch.zeros(size, device="cpu") for size in (shape, weight, (gates, hidden), (gates,), (1, shape[1], hidden))
+        torch.zeros(size, dtype=torch.float32, device="cpu")
+        for size in (shape, weight, (gates, hidden), (gates,), (1, shape[1], hidden))
     )
     made = torch.ops.aten.mkldnn_rnn_layer(
         x, own, back, bias, bias, state, state, False, [], 2, hidden, 1, True, False, False, train

@@ -101,8 +101,8 @@ class Replication:
     def _exchange(self, unit: str, own: list[int]) -> list[list[int]]:
         """Each rank's numbers, in the order of the axis."""
         rank, world = self._axis.axis.rank, self._axis.axis.world
-        table = torch.zeros(world, len(own), dtype=torch.int64)
-        table[rank] = torch.tensor(own, dtype=torch.int64)
+        table = torch.zeros(world, len(own), dtype=torch.int64, device="cpu")
+        table[rank] = torch.tensor(own, dtype=torch.int64, device="cpu")
         flat = table.view(-1)
         self._axis.all_reduce(Call(CONTROL, "compare inputs of", unit), flat, "sum")
         return [[int(value) for value in row] for row in flat.view(world, -1).tolist()]
@@ -129,7 +129,7 @@ class Replication:
         found, elsewhere = list(self._found), False
         self._found.clear()
         if path not in self._checked:
-            flag = torch.tensor([len(found)], dtype=torch.int64)
+            flag = torch.tensor([len(found)], dtype=torch.int64, device="cpu")
             if self._data.axis.world > 1:
                 self._data.all_reduce(Call(CONTROL, "agree on inputs of", path), flag, "max")
             elsewhere = bool(flag.item())

@@ -189,7 +189,7 @@ class Replicated:
 
     def largest(self, what: str, numbers: Sequence[int]) -> list[int]:
         """The largest of each number over the ranks of this attachment.  Collective."""
-        found = torch.tensor(numbers, dtype=torch.int64)
+        found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self._comm.stage.all_reduce(Call(CONTROL, what, "replicas"), found, "max")
         return [int(number) for number in found.tolist()]
 

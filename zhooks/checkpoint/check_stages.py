@@ -34,7 +34,7 @@ def check_stages(comm: Comm, loading: Loading) -> None:
         return
     problem = "different folders on some stages" + (", with tensors that the loading stage does not have" if left else "")
     if len(set(each)) == 1:
-        counts = torch.tensor([taken for _, _, taken in rows], dtype=torch.int64)
+        counts = torch.tensor([taken for _, _, taken in rows], dtype=torch.int64, device="cpu")
         comm.pp.all_reduce(Call(CONTROL, "load: names", "all stages"), counts, "sum")
         found = list(zip(rows, counts.tolist(), strict=True))
         lost = [f"{kind} {name} in no stage" for (kind, name, _), count in found if count == 0]
@@ -52,10 +52,10 @@ def _every_stage(comm: Comm, loading: Loading, left: int) -> tuple[list[frozense
     """Which folders each stage loads, and how much is left over in all.  Collective over pp."""
     axis, call = comm.pp.axis, Call(CONTROL, "load: folders", "all stages")
     mine = [text_digest(folder.manifest.token) for folder in loading.folders]
-    most = torch.tensor([len(mine)], dtype=torch.int64)
+    most = torch.tensor([len(mine)], dtype=torch.int64, device="cpu")
     comm.pp.all_reduce(call, most, "max")
-    tokens = torch.zeros(axis.world, int(most.item()) + 2, dtype=torch.int64)
-    tokens[axis.rank] = torch.tensor([left, len(mine), *mine, *[0] * (int(most.item()) - len(mine))])
+    tokens = torch.zeros(axis.world, int(most.item()) + 2, dtype=torch.int64, device="cpu")
+    tokens[axis.rank] = torch.tensor([left, len(mine), *mine, *[0] * (int(most.item()) - len(mine))], device="cpu")
     comm.pp.all_reduce(call, tokens, "sum")
     rows = tokens.tolist()
     return [frozenset(row[2 : 2 + row[1]]) for row in rows], sum(row[0] for row in rows)

@@ -221,8 +221,8 @@ def _state_of(saved: SavedRun, optimizer: torch.optim.Optimizer) -> dict[str, An
     if held is not None:
         return held
     usual = {key: value for key, value in optimizer.defaults.items() if key not in ("differentiable", "fused", "foreach")}
-    param = torch.nn.Parameter(torch.zeros(2, device="cpu"))
-    param.grad = torch.zeros(2)
+    param = torch.nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu"))
+    param.grad = torch.zeros(2, dtype=torch.float32, device="cpu")
     try:
         accepted = {key: value for key, value in usual.items() if key in _parameters(type(optimizer))}
         trial = type(optimizer)([param], **accepted)
@@ -254,7 +254,7 @@ def _entry(saved: SavedRun, param: SavedTensor, group: Mapping[str, Any], like: 
             rows.append([key, {"tensor": _ignored_state(param.name, key), "device": "cpu"} if ignored else SHARDED])
         else:
             number = numbers[key]
-            kind = torch.tensor(number, dtype=value.dtype) if isinstance(value, Tensor) else type(value)(number)
+            kind = torch.tensor(number, dtype=value.dtype, device="cpu") if isinstance(value, Tensor) else type(value)(number)
             rows.append([key, packer.pack(kind, key)])
     return rows
 

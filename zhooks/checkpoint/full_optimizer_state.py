@@ -168,8 +168,8 @@ def _whole(comm: Comm, how: dict[str, Any], value: Any) -> Any:
         return how["value"]
     dtype = getattr(torch, how["dtype"])
     if "value" in how:
-        return torch.tensor(how["value"], dtype=dtype)
-    flat = torch.zeros(how["shape"], dtype=dtype).reshape(-1)
+        return torch.tensor(how["value"], dtype=dtype, device="cpu")
+    flat = torch.zeros(how["shape"], dtype=dtype, device="cpu").reshape(-1)
     if isinstance(value, Tensor):
         flat.copy_(value.detach().reshape(-1))
     comm.stage.broadcast(Call(CONTROL, "load", "value"), flat)

@@ -166,7 +166,7 @@ def _write(flat: Flat, file: _File | None, places: dict[int, list[int]]) -> None
 
 def _row_major(spec: ParamShard) -> bool:
     """The flat buffer holds all of the parameter, in the order that a file has it."""
-    return spec.place is None and torch.empty_strided(spec.shape, spec.stride, device="meta").is_contiguous()
+    return spec.place is None and torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta").is_contiguous()
 
 
 def _header(named: Sequence[tuple[str, Tensor]]) -> tuple[bytes, dict[int, list[int]]]:

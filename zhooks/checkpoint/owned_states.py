@@ -47,7 +47,7 @@ def from_owner(states: OwnedStates, shard: Transport, ranks: Collection[int], de
     rank, world, owner = shard.axis.rank, shard.axis.world, states.owner
     call = Call(CONTROL, "send states of", states.name)
     blob = _packed(states, shard, states.name)
-    length = torch.tensor([blob.numel()], dtype=torch.int64)
+    length = torch.tensor([blob.numel()], dtype=torch.int64, device="cpu")
     shard.all_reduce(call, length, "max")
     nbytes = int(length.item())
     sizes = [[nbytes if writer == owner and reader in ranks else 0 for reader in range(world)] for writer in range(world)]
@@ -62,9 +62,9 @@ def from_first_rank(comm: Comm, given: Any, states: OwnedStates, device: torch.d
     """What the first rank was given, as this rank keeps it: all of it where it owns the parameter.  Collective."""
     first = comm.stage.axis.rank == 0
     blob = _bytes_of(given if first else {}, states.name)
-    length = torch.tensor([blob.numel()], dtype=torch.int64)
+    length = torch.tensor([blob.numel()], dtype=torch.int64, device="cpu")
     comm.stage.broadcast(Call(CONTROL, "load states of", states.name), length)
-    blob = blob if first else torch.empty(int(length.item()), dtype=torch.uint8)
+    blob = blob if first else torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")
     comm.stage.broadcast(Call(CONTROL, "load states of", states.name), blob)
     got = _unpacked(blob, device)
     return OwnedStates(states.name, states.owner, got if states.here else flags_of(got), here=states.here)
@@ -113,7 +113,7 @@ def _packed(states: OwnedStates, shard: Transport, name: str) -> Tensor:
     """The owner's states as bytes; nothing elsewhere.  Collective: what they cannot be, is said on every rank."""
     found: list[Tensor] = []
     with all_or_none(shard, "send states"):
-        found.append(_bytes_of(states, name) if states.here else torch.empty(0, dtype=torch.uint8))
+        found.append(_bytes_of(states, name) if states.here else torch.empty(0, dtype=torch.uint8, device="cpu"))
     return found[0]
 
 

@@ -123,7 +123,7 @@ class _Bringing:
     def _agreed(self, step: Callable[[], set[int]]) -> set[int]:
         """The files that some rank finds damaged."""
         mine = self._ranks.run(step)
-        bad = torch.zeros(self._manifest.world, dtype=torch.int64)
+        bad = torch.zeros(self._manifest.world, dtype=torch.int64, device="cpu")
         bad[list(mine)] = 1
         self._run.comm.stage.all_reduce(Call(CONTROL, "resume: verify", "all ranks"), bad, "max")
         return set(bad.nonzero().flatten().tolist())
@@ -228,7 +228,7 @@ class _Bringing:
     def _compared(self, files: Sequence[int], needed: Mapping[int, _Needed]) -> dict[int, set[str]]:
         names = {file: list(self._manifest.files[file].tensors) for file in files}
         whole = [file in needed and name in needed[file].whole for file, each in names.items() for name in each]
-        marks = torch.tensor(whole, dtype=torch.uint8)
+        marks = torch.tensor(whole, dtype=torch.uint8, device="cpu")
         self._run.comm.stage.all_reduce(Call(CONTROL, "resume: compared", "all ranks"), marks, "max")
         every = zip(((file, name) for file, each in names.items() for name in each), marks.tolist(), strict=True)
         compared: dict[int, set[str]] = {file: set() for file in files}

@@ -67,8 +67,8 @@ class Hosts:
     def met(cls, comm: Comm, memory: HostMemory) -> Hosts:
         """Where every rank is.  Collective."""
         axis = comm.stage.axis
-        both = torch.zeros(2, axis.world, dtype=torch.int64)
-        both[:, axis.rank] = torch.tensor([text_digest(memory.identity), text_digest(memory.device)])
+        both = torch.zeros(2, axis.world, dtype=torch.int64, device="cpu")
+        both[:, axis.rank] = torch.tensor([text_digest(memory.identity), text_digest(memory.device)], device="cpu")
         flat = both.reshape(-1)
         comm.stage.all_reduce(Call(CONTROL, "find hosts", "all ranks"), flat, "sum")
         hosts, spaces = flat.reshape(2, -1).tolist()
@@ -174,7 +174,7 @@ class PeerMemory:
         """The folder is there on every host, and the policy asks for no other, nor for more copies.  Collective."""
         asked = policy.resilience
         same = (asked.memory, asked.job, asked.copies) == (self._wanted.memory, self._wanted.job, self._wanted.copies)
-        everywhere = torch.tensor([int(same and self.memory.path.is_dir())])
+        everywhere = torch.tensor([int(same and self.memory.path.is_dir())], device="cpu")
         self._comm.stage.all_reduce(Call(CONTROL, "memory of peers: look", "all ranks"), everywhere, "min")
         return bool(everywhere.item())
 
@@ -265,8 +265,8 @@ class PeerMemory:
         return [other for other in range(len(self.hosts.of)) if rank in self.hosts.keepers(other, self._wanted.copies)]
 
     def _sizes(self, header: int, size: int) -> tuple[list[int], list[int]]:
-        both = torch.zeros(2, len(self.hosts.of), dtype=torch.int64)
-        both[:, self._rank] = torch.tensor([header, size])
+        both = torch.zeros(2, len(self.hosts.of), dtype=torch.int64, device="cpu")
+        both[:, self._rank] = torch.tensor([header, size], device="cpu")
         flat = both.reshape(-1)
         self._comm.stage.all_reduce(Call(CONTROL, "save_to_peers: sizes", "all ranks"), flat, "sum")
         headers, sizes = flat.reshape(2, -1).tolist()

@@ -138,13 +138,13 @@ class PeerReader:
 
     def tensor(self, name: str) -> Tensor:
         entry = self.entry(name)
-        whole, step = torch.empty(math.prod(entry.shape), dtype=entry.dtype), CHUNK // entry.dtype.itemsize
+        whole, step = torch.empty(math.prod(entry.shape), dtype=entry.dtype, device="cpu"), CHUNK // entry.dtype.itemsize
         for start in range(0, whole.numel(), step):
             whole[start : start + step] = self.elements(name, start, min(step, whole.numel() - start))
         return whole.reshape(entry.shape)
 
     def elements(self, name: str, start: int, numel: int) -> Tensor:
-        found = self._ask(name, start, numel) if numel else torch.empty(0, dtype=self.entry(name).dtype)
+        found = self._ask(name, start, numel) if numel else torch.empty(0, dtype=self.entry(name).dtype, device="cpu")
         return found.view(self.entry(name).dtype)
 
     def verify(self, names: Iterable[str] | None = None) -> None:

@@ -64,7 +64,7 @@ class Saved:
                 f"load: expected ranges of this model's parameters as one vector, found {list(entry.shape)} elements of "
                 f"{str(names)[:80]}. Build the same model and optimizer, or load another checkpoint."
             )
-        local = torch.empty(sum(piece.numel for piece in spec.pieces), dtype=entry.dtype)
+        local = torch.empty(sum(piece.numel for piece in spec.pieces), dtype=entry.dtype, device="cpu")
         done = 0
         for index, part in enumerate(names):
             numel = sum(piece.numel for piece in self.specs[part].pieces)

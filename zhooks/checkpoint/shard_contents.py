@@ -254,12 +254,12 @@ def _laid(places: Sequence[tuple[int, int]], total: int, take: Callable[[int], P
             if numel == 0:
                 continue
             if start > at:
-                yield torch.zeros(start - at, dtype=dtype)
+                yield torch.zeros(start - at, dtype=dtype, device="cpu")
             found = take(index)
-            yield torch.zeros(numel, dtype=dtype) if found is None else found
+            yield torch.zeros(numel, dtype=dtype, device="cpu") if found is None else found
             at = start + numel
         if total > at:
-            yield torch.zeros(total - at, dtype=dtype)
+            yield torch.zeros(total - at, dtype=dtype, device="cpu")
 
     return pieces
 

@@ -125,7 +125,7 @@ class Snapshot:
 
     def _copied(self, parts: Sequence[Piece | KeptRange], nbytes: int, dtype: torch.dtype) -> list[_Part]:
         """Each in one piece of host memory, or where it is kept."""
-        memory, at, held = torch.empty(nbytes // dtype.itemsize, dtype=dtype), 0, list[_Part]()
+        memory, at, held = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device="cpu"), 0, list[_Part]()
         for part in parts:
             if isinstance(part, KeptRange):
                 held.append(part)

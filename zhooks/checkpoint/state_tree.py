@@ -114,7 +114,7 @@ class Unpacker:
         if isinstance(packed, dict) and "vector" in packed:
             return self._vector(packed)
         if isinstance(packed, dict) and "scalar" in packed:
-            return self._placed(torch.tensor(packed["scalar"], dtype=DTYPES[packed["dtype"]]), packed)
+            return self._placed(torch.tensor(packed["scalar"], dtype=DTYPES[packed["dtype"]], device="cpu"), packed)
         if isinstance(packed, dict) and len(packed) == 1:
             tag, items = next(iter(packed.items()))
             if tag in _SEQUENCES:

@@ -111,7 +111,7 @@ class StockState:
         if not ranges:
             return
         other = [value._spec.key() != into._spec.key() or value.shape != into.shape for _, value, into in ranges]
-        flags = torch.tensor(other, dtype=torch.uint8)
+        flags = torch.tensor(other, dtype=torch.uint8, device="cpu")
         self._comm.stage.all_reduce(Call(CONTROL, "compare layouts", "all parameters"), flags, "max")
         for (what, value, _), flag in zip(ranges, flags.tolist(), strict=True):
             if flag:

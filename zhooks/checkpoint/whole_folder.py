@@ -128,7 +128,7 @@ def _write_flat(flat: Flat, sink: _Sink, names: Mapping[int, Sequence[str]]) -> 
 
 def _row_major(spec: ParamShard) -> bool:
     """The flat buffer holds all of the parameter, in the order that a file has it."""
-    return spec.place is None and torch.empty_strided(spec.shape, spec.stride, device="meta").is_contiguous()
+    return spec.place is None and torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta").is_contiguous()
 
 
 class _Sink:

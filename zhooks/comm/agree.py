@@ -89,11 +89,11 @@ class Agreement:
 
     def sequence(self, name: str, numbers: Sequence[int]) -> list[int]:
         """Rank 0's sequence.  Collective."""
-        size = torch.tensor([len(numbers)], dtype=torch.int64)
+        size = torch.tensor([len(numbers)], dtype=torch.int64, device="cpu")
         self._world.broadcast(Call(CONTROL, "agree on order", name), size)
-        values = torch.zeros(int(size.item()), dtype=torch.int64)
+        values = torch.zeros(int(size.item()), dtype=torch.int64, device="cpu")
         if self._world.axis.rank == 0:
-            values.copy_(torch.tensor(list(numbers), dtype=torch.int64))
+            values.copy_(torch.tensor(list(numbers), dtype=torch.int64, device="cpu"))
         if values.numel():
             self._world.broadcast(Call(CONTROL, "agree on order", name), values)
         return [int(value) for value in values.tolist()]
@@ -103,7 +103,7 @@ class Agreement:
         flags = [0] * count
         for number in numbers:
             flags[number] = 1
-        exchanged = torch.tensor([*flags, *self._same.bytes()], dtype=torch.uint8)
+        exchanged = torch.tensor([*flags, *self._same.bytes()], dtype=torch.uint8, device="cpu")
         self._world.all_reduce(Call(CONTROL, "agree on use", name), exchanged, "max")
         found = exchanged.tolist()
         self._same.check(found[count:], f"first pass along {name}")
@@ -113,7 +113,7 @@ class Agreement:
 def least(world: Transport, budget: int | None) -> int | None:
     """The smallest budget of any rank, None where none has one: every rank must plan alike.  Collective."""
     unbounded = torch.iinfo(torch.int64).max
-    value = torch.tensor([unbounded if budget is None else budget], dtype=torch.int64)
+    value = torch.tensor([unbounded if budget is None else budget], dtype=torch.int64, device="cpu")
     world.all_reduce(Call(CONTROL, "agree on budget", "device"), value, "min")
     found = int(value.item())
     return None if found == unbounded else found
@@ -127,7 +127,7 @@ def text_digest(text: str) -> int:
 def same_text(world: Transport, call: Call, text: str) -> bool:
     """Every rank has this text.  Collective: one small exchange."""
     digest = text_digest(text)
-    bounds = torch.tensor([digest, -digest], dtype=torch.int64)
+    bounds = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
     world.all_reduce(call, bounds, "max")
     return int(bounds[0]) == -int(bounds[1])
 
@@ -143,7 +143,7 @@ def disagreement(world: Transport, facts: Mapping[str, Facts]) -> str:
         return ""
     leader = json.loads(text_of(world, call, 0, text))
     mine = difference(facts, world.axis.ranks[world.axis.rank], leader, world.axis.ranks[0])
-    found = torch.tensor([world.axis.world - world.axis.rank if mine else 0], dtype=torch.int64)
+    found = torch.tensor([world.axis.world - world.axis.rank if mine else 0], dtype=torch.int64, device="cpu")
     world.all_reduce(call, found, "max")
     return text_of(world, call, world.axis.world - int(found.item()), mine)
 
@@ -151,9 +151,9 @@ def disagreement(world: Transport, facts: Mapping[str, Facts]) -> str:
 def text_of(world: Transport, call: Call, rank: int, text: str) -> str:
     """The text of one rank of the axis on all of them.  Collective."""
     raw = text.encode(errors="backslashreplace") if world.axis.rank == rank else b""
-    size = torch.tensor([len(raw)], dtype=torch.int64)
+    size = torch.tensor([len(raw)], dtype=torch.int64, device="cpu")
     world.all_reduce(call, size, "max")
-    said = torch.zeros(int(size.item()), dtype=torch.uint8)
+    said = torch.zeros(int(size.item()), dtype=torch.uint8, device="cpu")
     if raw:
         said.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
     world.all_reduce(call, said, "max")
@@ -163,9 +163,9 @@ def text_of(world: Transport, call: Call, rank: int, text: str) -> str:
 def texts_of(world: Transport, call: Call, text: str) -> list[str]:
     """The text of every rank of the axis on all of them, in rank order.  Collective."""
     raw = text.encode()
-    size = torch.tensor([len(raw)], dtype=torch.int64)
+    size = torch.tensor([len(raw)], dtype=torch.int64, device="cpu")
     world.all_reduce(call, size, "max")
-    said = torch.zeros(world.axis.world, int(size.item()), dtype=torch.uint8)
+    said = torch.zeros(world.axis.world, int(size.item()), dtype=torch.uint8, device="cpu")
     said[world.axis.rank, : len(raw)].copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
     world.all_reduce(call, said.view(-1), "max")
     return [row.numpy().tobytes().rstrip(b"\0").decode() for row in said]

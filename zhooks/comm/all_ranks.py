@@ -74,7 +74,7 @@ class AllRanks:
 
         The same on every rank.  Collective.
         """
-        lowest = torch.tensor([0 if problem is None else self.size - self.rank], dtype=torch.int64)
+        lowest = torch.tensor([0 if problem is None else self.size - self.rank], dtype=torch.int64, device="cpu")
         self._world.all_reduce(self._call("agree"), lowest, "max")
         if not int(lowest.item()):
             return None
@@ -100,22 +100,22 @@ class AllRanks:
             CheckpointError: it is none; every rank raises.
         """
         raw = self.run(lambda: json.dumps(value).encode() if self.first else b"")
-        length = torch.tensor([len(raw)], dtype=torch.int64)
+        length = torch.tensor([len(raw)], dtype=torch.int64, device="cpu")
         self._world.broadcast(self._call("share"), length)
-        text = torch.zeros(int(length.item()), dtype=torch.uint8)
+        text = torch.zeros(int(length.item()), dtype=torch.uint8, device="cpu")
         _put(raw, text)
         self._world.broadcast(self._call("share"), text)
         return json.loads(text.numpy().tobytes())
 
     def collect(self, raw: bytes) -> list[bytes]:
         """Every rank's bytes in rank order on the first rank, nothing elsewhere: there a slice is held at once.  Collective."""
-        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths = torch.zeros(self.size, dtype=torch.int64, device="cpu")
         lengths[self.rank] = len(raw)
         self._world.all_reduce(self._call("collect"), lengths, "sum")
         ends = lengths.cumsum(0).tolist()
         begin, held = ends[self.rank] - len(raw), bytearray()
         for low in range(0, ends[-1], COLLECT_NBYTES):
-            chunk = torch.zeros(min(COLLECT_NBYTES, ends[-1] - low), dtype=torch.uint8)
+            chunk = torch.zeros(min(COLLECT_NBYTES, ends[-1] - low), dtype=torch.uint8, device="cpu")
             mine = raw[max(0, low - begin) : max(0, low + len(chunk) - begin)]
             _put(mine, chunk[max(0, begin - low) :])
             self._world.all_reduce(self._call("collect"), chunk, "max")
@@ -169,7 +169,7 @@ def one_stage_a_path(comm: Comm, verb: str, path: str) -> None:
         CheckpointError: two do; on the ranks of every stage.
     """
     axis = comm.pp.axis
-    paths = torch.zeros(axis.world, dtype=torch.int64)
+    paths = torch.zeros(axis.world, dtype=torch.int64, device="cpu")
     paths[axis.rank] = text_digest(path)
     comm.pp.all_reduce(Call(CONTROL, f"{verb}: compare paths", "all stages"), paths, "sum")
     each, number = ("pipeline stages", "stage number") if comm.pipelined else ("ep ranks", "ep rank")

@@ -60,7 +60,7 @@ def fetch(
     # fresh pages would cost as much as what is copied to them.
     turns = [
         (
-            [torch.empty(min(most, total), dtype=torch.uint8) for total in sizes[rank]],
+            [torch.empty(min(most, total), dtype=torch.uint8, device="cpu") for total in sizes[rank]],
             [torch.empty(min(most, row[rank]), dtype=torch.uint8, device=device) for row in sizes],
         )
         for _ in range(2)
@@ -109,7 +109,7 @@ def _moved(items: Iterator[tuple[_Cursor, Tensor]], move: Move) -> Exception | N
 def _shared(transport: Transport, call: Call, asked: Sequence[Sequence[Span]]) -> tuple[list[list[int]], list[list[int]]]:
     """Ranges and bytes, by server and by who asks."""
     world, rank = transport.axis.world, transport.axis.rank
-    both = torch.zeros(2, world, world, dtype=torch.int64)
+    both = torch.zeros(2, world, world, dtype=torch.int64, device="cpu")
     for server, spans in enumerate(asked):
         both[0, server, rank] = len(spans)
         both[1, server, rank] = sum(span.stop - span.start for span in spans)
@@ -124,7 +124,7 @@ def _requests(
 ) -> list[list[tuple[int, int, int]]]:
     """What each rank wants of this one."""
     world, rank = transport.axis.world, transport.axis.rank
-    sends = [torch.tensor([span[1:] for span in spans], dtype=torch.int64).reshape(-1).to(device) for spans in asked]
+    sends = [torch.tensor([span[1:] for span in spans], dtype=torch.int64, device=device).reshape(-1) for spans in asked]
     receives = [torch.zeros(3 * counts[rank][reader], dtype=torch.int64, device=device) for reader in range(world)]
     nbytes = [[24 * counts[server][reader] for server in range(world)] for reader in range(world)]
     lists = [[each] if each.numel() else [] for each in sends], [[each] if each.numel() else [] for each in receives]

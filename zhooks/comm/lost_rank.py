@@ -148,7 +148,7 @@ def interrupt_group(group: dist.ProcessGroup, axis: Axis) -> None:
         if peer == axis.rank:
             continue
         try:
-            backend.recv([torch.zeros(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
+            backend.recv([torch.zeros(1, dtype=torch.float32, device="cpu")], peer, _NO_TAG).wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             if _PARTED.search(str(error)) is None:
                 return

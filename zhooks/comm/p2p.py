@@ -118,7 +118,7 @@ class PeerToPeer:
             for ranges in messages(sends[peer]):
                 message = ranges.only
                 if message is None:
-                    message = torch.empty(ranges.nbytes, dtype=torch.uint8)
+                    message = torch.empty(ranges.nbytes, dtype=torch.uint8, device="cpu")
                     ranges.read(0, message)
                 works.append(self._send(call, message, peer, tag))
                 whose.append(self.axis.ranks[peer])
@@ -127,7 +127,7 @@ class PeerToPeer:
             for ranges in messages(receives[peer]):
                 message = ranges.only
                 if message is None:
-                    message = torch.empty(ranges.nbytes, dtype=torch.uint8)
+                    message = torch.empty(ranges.nbytes, dtype=torch.uint8, device="cpu")
                     staged.append((message, ranges))
                 works.append(self._receive(call, message, peer, tag))
                 whose.append(self.axis.ranks[peer])

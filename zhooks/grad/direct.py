@@ -72,7 +72,7 @@ def _unpacking_loses_hooks() -> bool:
             return grad
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
-        leaf = torch.zeros((), requires_grad=True)
+        leaf = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         leaf.register_hook(heard.append)
         saves: Any = _Saves
         saves.apply(leaf).backward()

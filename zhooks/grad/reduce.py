@@ -564,7 +564,7 @@ class Reducer:
             local.extend(present)
             local.append(seen is not None and number in self._ready)
         same, boarded = self._same.bytes(), [rider.board() for rider in self.riders]
-        flags = torch.tensor([*local, *same, *chain.from_iterable(boarded)], dtype=torch.uint8)
+        flags = torch.tensor([*local, *same, *chain.from_iterable(boarded)], dtype=torch.uint8, device="cpu")
         # First over replicas that are jobs of their own: what is lost on that way is lost for all ranks of this one alike.
         self.replicas.merge(flags[: len(local)])
         self.comm.world.all_reduce(Call(CONTROL, "end of backward", "all units"), flags, "max")

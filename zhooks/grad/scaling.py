@@ -166,7 +166,7 @@ class Scaling:
             out = out.float()
         found = self._found.get(flat.number)
         if found is None:
-            found = self._found[flat.number] = torch.zeros(1, device=out.device)
+            found = self._found[flat.number] = torch.zeros(1, dtype=torch.float32, device=out.device)
         factor = torch.full((), 1.0 / (world * self.scale.value), dtype=torch.float32, device=out.device)
         torch._amp_foreach_non_finite_check_and_unscale_([out], found, factor)
         return out
@@ -198,7 +198,7 @@ class Scaling:
         if not self._flats:
             return []
         device = self._flats[0].kind.device
-        none = torch.zeros(1, device=device)
+        none = torch.zeros(1, dtype=torch.float32, device=device)
         flags = torch.cat([self._found.get(flat.number, none) for flat in self._flats])
         self._found.clear()
         self._all_reduce("all units", flags)
@@ -306,7 +306,9 @@ class Scaling:
         for stage in mine:
             stage._passes.due()
         device = self._flats[0].kind.device if self._flats else "cpu"
-        lost = self._any_stage("loss scale", torch.tensor([float(any(stage._lost for stage in mine))], device=device))
+        lost = self._any_stage(
+            "loss scale", torch.tensor([float(any(stage._lost for stage in mine))], dtype=torch.float32, device=device)
+        )
         with ExitStack() as all_of_them:  # each, also where one has no smaller scale to go on with
             for stage in mine:
                 stage._asked = True

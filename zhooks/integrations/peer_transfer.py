@@ -218,7 +218,7 @@ class Arriving:
     def ask(self, name: str, start: int, numel: int) -> Tensor:
         """See ``checkpoint.Ask``."""
         dtype = DTYPES[self.header["tensors"][name][0]]
-        found = torch.empty(numel, dtype=dtype)
+        found = torch.empty(numel, dtype=dtype, device="cpu")
         memory = found.view(torch.uint8).numpy().data
         try:
             _send(self._peer, {"name": name, "start": start, "numel": numel})

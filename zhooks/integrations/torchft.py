@@ -286,7 +286,8 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
         a replica joins; and whether one does, or replicas have not made the same steps: see Note [Histories]."""
         made = self._history + self._attached.steps_taken - self._counted
         mine = [*numbers, made]
-        seen = torch.tensor([*mine, *(-number for number in mine), int(not self._compared), self._drawn], dtype=torch.int64)
+        numbers = [*mine, *(-number for number in mine), int(not self._compared), self._drawn]
+        seen = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         lost = not self.largest_of_replicas(seen)
         high, low = seen[: len(mine)].tolist(), (-seen[len(mine) : -2]).tolist()
         found = _Found.LOST if lost else _Found.SAME if high[:-1] == low[:-1] else otherwise

@@ -67,7 +67,7 @@ class Closures:
             return value
         # A rank that repeats its last batch for others has no part in the gradients either.
         own = 0.0 if self._idle() else float(value.detach() if isinstance(value, Tensor) else value)
-        total = torch.tensor([own], dtype=torch.float64)
+        total = torch.tensor([own], dtype=torch.float64, device="cpu")
         self._world.all_reduce(Call(CONTROL, "all-reduce sum", "the closure's loss"), total, "sum")
         found = float(total) / (self._world.axis.world if self._mean() else 1)
         return torch.full_like(value.detach(), found) if isinstance(value, Tensor) else found

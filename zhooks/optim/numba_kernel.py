@@ -52,7 +52,7 @@ class AdamRule:
 
     def begin(self, group: dict[str, Any], state: dict[str, Any]) -> object:
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         state["step"] += 1
         beta1, beta2 = (float(beta) for beta in group["betas"])
         return kernels.Adam(

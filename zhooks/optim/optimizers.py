@@ -239,7 +239,7 @@ class Optimizers:
             self._put_in_order(verb)
         found = [known() for known in self._order]
         if found:
-            dead = torch.tensor([one is None for one in found], dtype=torch.uint8)
+            dead = torch.tensor([one is None for one in found], dtype=torch.uint8, device="cpu")
             self._stage.all_reduce(Call(CONTROL, f"{verb}: compare optimizers", "all optimizers"), dead, "max")
             for one, gone in zip(found, dead.tolist(), strict=True):
                 if one is not None and gone:
@@ -291,7 +291,7 @@ class Optimizers:
         def look() -> list[Optimizer]:
             return [one for one in holders(params) if id(one.state) not in known and wanted(one)]
 
-        count = torch.tensor([len(look())], dtype=torch.int64)
+        count = torch.tensor([len(look())], dtype=torch.int64, device="cpu")
         self._stage.all_reduce(Call(CONTROL, f"{verb}: look for optimizers", "all optimizers"), count, "max")
         if not int(count.item()):
             return []

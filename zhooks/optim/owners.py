@@ -194,7 +194,7 @@ class Owners:
             return
         rank, world = self._shard.axis.rank, self._shard.axis.world
         has = [holds_states(optimizer.state.get(one.param)) for one in mine]
-        seen = torch.tensor([has, [rank * one for one in has]], dtype=torch.int64)
+        seen = torch.tensor([has, [rank * one for one in has]], dtype=torch.int64, device="cpu")
         self._shard.all_reduce(Call(CONTROL, f"{verb}: compare owners", "all matrices"), seen, "sum")
         counts, holders = seen.tolist()
         for one, count in zip(mine, counts, strict=True):

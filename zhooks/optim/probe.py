@@ -277,7 +277,7 @@ def _nothing_changed() -> Iterator[None]:
     numpy: Any = sys.modules.get("numpy")
     python, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=()), torch.inference_mode(False):
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=()), torch.inference_mode(False), torch.device("cpu"):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -49,7 +49,7 @@ def twin_of(
     for group in optimizer.param_groups:
         for param in group["params"]:
             # So small that a trial of a large model costs nothing, and never a stand-in.
-            memo[id(param)] = nn.Parameter(torch.zeros((1,) * param.dim(), dtype=param.dtype))
+            memo[id(param)] = nn.Parameter(torch.zeros((1,) * param.dim(), dtype=param.dtype, device="cpu"))
     twin: Any = object.__new__(type(optimizer))
     memo[id(optimizer)] = twin
     state: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
@@ -146,4 +146,4 @@ def drawn(place: Place, seed: int, shapes: Mapping[int, tuple[int, ...]]) -> Ten
     shape = shapes.get(place.dims, shapes[4] + (1,) * (place.dims - 4))
     generator = torch.Generator().manual_seed(seed)
     dtype = place.dtype if place.dtype.is_floating_point else torch.float32
-    return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)

@@ -107,7 +107,7 @@ class WholeUpdater:
 
     def _with_gradients(self, shared: Sequence[Whole], late: Exception | None) -> list[Whole]:
         here = [grad_of(one.param) is not None for one in shared]
-        exchanged = torch.tensor([*here, late is not None], dtype=torch.int64)
+        exchanged = torch.tensor([*here, late is not None], dtype=torch.int64, device="cpu")
         self._shard.all_reduce(Call(CONTROL, "step: compare gradients", "all matrices"), exchanged, "sum")
         world, (*counts, failed) = self._shard.axis.world, exchanged.tolist()
         if failed:

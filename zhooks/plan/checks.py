@@ -348,7 +348,7 @@ def check_same_model(groups: Sequence[Group], ignored: Ignored, world: Transport
     if world.axis.world > 1:
         frozen = {name: one for name, one in ignored.frozen.items() if name in ignored.unnamed}
         facts += [(name, f"{name} {one.kind}, which is frozen, checksum {one.checksum()}") for name, one in frozen.items()]
-    numbers = torch.tensor([len(facts), text_digest("\n".join(fact for _, fact in facts))], dtype=torch.int64)
+    numbers = torch.tensor([len(facts), text_digest("\n".join(fact for _, fact in facts))], dtype=torch.int64, device="cpu")
     low, high = numbers.clone(), numbers.clone()
     world.all_reduce(Call(CONTROL, "compare models", "all parameters"), low, "min")
     world.all_reduce(Call(CONTROL, "compare models", "all parameters"), high, "max")
@@ -358,7 +358,7 @@ def check_same_model(groups: Sequence[Group], ignored: Ignored, world: Transport
     if low[0] != high[0]:
         found = f"{low[0]} to {high[0]} parameters ({len(facts)} on rank {rank})"
     else:
-        each = torch.tensor([text_digest(fact) for _, fact in facts], dtype=torch.int64)
+        each = torch.tensor([text_digest(fact) for _, fact in facts], dtype=torch.int64, device="cpu")
         least, most = each.clone(), each.clone()
         world.all_reduce(Call(CONTROL, "compare models", "each parameter"), least, "min")
         world.all_reduce(Call(CONTROL, "compare models", "each parameter"), most, "max")
@@ -379,7 +379,7 @@ def check_ranks_equal(model: nn.Module, comm: Comm, ignored: Ignored) -> None:
 
 
 def _check_equal(ranks: Transport, named: Sequence[tuple[str, Tensor]]) -> None:
-    digests = torch.tensor([_digest(part_of(tensor)) for _, tensor in named], dtype=torch.int64)
+    digests = torch.tensor([_digest(part_of(tensor)) for _, tensor in named], dtype=torch.int64, device="cpu")
     low, high = digests.clone(), digests.clone()
     if digests.numel():
         ranks.all_reduce(Call(CONTROL, "compare ranks", "all parameters"), low, "min")

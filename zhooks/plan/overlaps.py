@@ -73,6 +73,6 @@ def _meet(one: _Range, other: _Range) -> bool:
         return True
     begin = min(first.storage_offset(), second.storage_offset())
     size = (max(one.stop, other.stop) - min(one.start, other.start)) // first.element_size()
-    marks = torch.zeros(size, dtype=torch.bool)
+    marks = torch.zeros(size, dtype=torch.bool, device="cpu")
     marks.as_strided(first.shape, first.stride(), first.storage_offset() - begin).fill_(True)
     return bool(marks.as_strided(second.shape, second.stride(), second.storage_offset() - begin).any())

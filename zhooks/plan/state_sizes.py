@@ -145,7 +145,7 @@ def _made(optimizer: Optimizer, places: set[_Place]) -> dict[_Place, int] | None
     """Bytes of state an element that a first step of this optimizer makes for parameters of each kind."""
     if not places:
         return {}
-    params = {place: nn.Parameter(torch.zeros((3,) * max(1, place[2]), dtype=place[1])) for place in places}
+    params = {place: nn.Parameter(torch.zeros((3,) * max(1, place[2]), dtype=place[1], device="cpu")) for place in places}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         mine = [param for place, param in params.items() if place[0] == number]
@@ -156,7 +156,7 @@ def _made(optimizer: Optimizer, places: set[_Place]) -> dict[_Place, int] | None
     kind: Any = type(optimizer)
     # Whatever it raises, it is another's code that was not made for this.
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=()), torch.no_grad():
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=()), torch.no_grad(), torch.device("cpu"):
             warnings.simplefilter("ignore")
             named = inspect.signature(kind.__init__).parameters
             stand_in = kind(groups, **{key: _on_cpu(value) for key, value in optimizer.defaults.items() if key in named})

@@ -144,7 +144,7 @@ class _Stages:
         return replace(limits, device=device, host=host, disk=disk)
 
     def _combined(self, rows: list[list[int]], op: str) -> list[list[int]]:
-        table = torch.tensor(rows, dtype=torch.int64)
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu")
         flat = table.view(-1)
         self._pp.all_reduce(_CALL, flat, op)
         combined: list[list[int]] = table.tolist()

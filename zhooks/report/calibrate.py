@@ -50,8 +50,8 @@ class Meter:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        self.sums = torch.zeros(len(units), 2 * BINS + 4, dtype=torch.float64)
-        self.maxima = torch.zeros(len(units), 5, dtype=torch.float64)
+        self.sums = torch.zeros(len(units), 2 * BINS + 4, dtype=torch.float64, device="cpu")
+        self.maxima = torch.zeros(len(units), 5, dtype=torch.float64, device="cpu")
         #: Samples of the parameters at the last backward.
         self._before: dict[Flat, Tensor] = {}
 

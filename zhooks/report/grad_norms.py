@@ -46,9 +46,9 @@ def gradient_norms(units: Sequence[Unit], comm: Comm) -> GradNorms:
     try:
         summed = squares(units, comm)
     except ZhooksError as error:
-        problem, summed = error, torch.zeros(len(units), dtype=torch.float64)
+        problem, summed = error, torch.zeros(len(units), dtype=torch.float64, device="cpu")
     # One exchange for both: what fails on one rank fails on all.
-    exchanged = torch.cat([summed, torch.tensor([float(problem is not None)], dtype=torch.float64)])
+    exchanged = torch.cat([summed, torch.tensor([float(problem is not None)], dtype=torch.float64, device="cpu")])
     comm.stage.all_reduce(Call(CONTROL, "grad_norms", "all units"), exchanged, "sum")
     if problem is not None:
         raise problem
@@ -70,7 +70,7 @@ def squares(units: Sequence[Unit], comm: Comm) -> Tensor:
     """
     # Replicas hold the same ranges.
     if not units or comm.replicate.axis.rank:
-        return torch.zeros(len(units), dtype=torch.float64)
+        return torch.zeros(len(units), dtype=torch.float64, device="cpu")
     with torch._C.DisableTorchFunctionSubclass():
         sums = [sum((_of_flat(flat, comm) for flat in unit.flats), start=_nothing(unit)) for unit in units]
         return torch.stack(sums).cpu()

@@ -211,7 +211,7 @@ class RanksProbe(Probe):
         passes, twice = self._passes, self._twice
         self._sent, self._landed, self._twice, self._passes = [], [], False, 0
         self._seen.clear()
-        numbers = torch.tensor([*sums, float(twice), passes, passes**2], dtype=torch.float64)
+        numbers = torch.tensor([*sums, float(twice), passes, passes**2], dtype=torch.float64, device="cpu")
         self._comm.world.all_reduce(Call(CONTROL, "noise scale", "all units"), numbers, "sum")
         world = self._comm.world.axis.world
         small, large, again, summed, squared = numbers.tolist()

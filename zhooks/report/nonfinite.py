@@ -169,7 +169,7 @@ class NonFinite:
         return self._anywhere(self._bad) if self._comm.tp.axis.world > 1 else self._bad
 
     def _anywhere(self, here: bool) -> bool:
-        found = torch.tensor([int(here)], dtype=torch.uint8)
+        found = torch.tensor([int(here)], dtype=torch.uint8, device="cpu")
         self._comm.stage.all_reduce(Call(CONTROL, "finite gradients", "all units"), found, "max")
         return bool(found.item())
 

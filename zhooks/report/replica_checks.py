@@ -108,7 +108,7 @@ class ReplicaChecks:
     def _alike(self, flats: Sequence[Flat], digests: Sequence[int]) -> bool:
         """One number for all of it, in the place that its holders share; the largest and the smallest are equal."""
         stage = self._comm.stage
-        bounds = torch.full((2, 2, stage.axis.world), _NONE, dtype=torch.int64)
+        bounds = torch.full((2, 2, stage.axis.world), _NONE, dtype=torch.int64, device="cpu")
         for replicated in (False, True):
             mine = [(flat, number) for flat, number in zip(flats, digests, strict=True) if flat.plan.replicated is replicated]
             if mine:
@@ -130,7 +130,7 @@ class ReplicaChecks:
         if not names or stage.axis.world == 1:
             return
         digests = [self._frozen_number(name) for name in names]
-        bounds = torch.tensor([digests, [-one for one in digests]], dtype=torch.int64).view(-1)
+        bounds = torch.tensor([digests, [-one for one in digests]], dtype=torch.int64, device="cpu").view(-1)
         world.all_reduce(Call(CONTROL, "compare replicas", "ignored parameters"), bounds, "max")
         largest, smallest = bounds.view(2, -1).tolist()
         alike = [high == -low for high, low in zip(largest, smallest, strict=True)]
@@ -140,7 +140,7 @@ class ReplicaChecks:
         trained = {name for name, number in zip(names, digests, strict=True) if number == _TRAINED}
         self._frozen = known - trained
         broken = [at for at, name in enumerate(names) if name in known and not alike[at]]
-        first = torch.tensor([len(names) - broken[0] if broken else 0], dtype=torch.int64)
+        first = torch.tensor([len(names) - broken[0] if broken else 0], dtype=torch.int64, device="cpu")
         # Other places on tp may have found all well, and raise as well.
         stage.all_reduce(Call(CONTROL, "compare replicas: found", "ignored parameters"), first, "max")
         if int(first.item()):
@@ -190,11 +190,11 @@ class ReplicaChecks:
     def _table(self, what: str, mine: Sequence[int]) -> list[list[int]]:
         """Every rank's numbers, by rank.  Collective."""
         axis = self._comm.stage.axis
-        width = torch.tensor([len(mine)], dtype=torch.int64)
+        width = torch.tensor([len(mine)], dtype=torch.int64, device="cpu")
         call = Call(CONTROL, f"compare replicas: {what}", "all units")
         self._comm.stage.all_reduce(call, width, "max")
-        rows = torch.zeros(axis.world, int(width.item()), dtype=torch.int64)
-        rows[axis.rank, : len(mine)] = torch.tensor(list(mine), dtype=torch.int64)
+        rows = torch.zeros(axis.world, int(width.item()), dtype=torch.int64, device="cpu")
+        rows[axis.rank, : len(mine)] = torch.tensor(list(mine), dtype=torch.int64, device="cpu")
         flat = rows.view(-1)
         self._comm.stage.all_reduce(call, flat, "sum")
         found: list[list[int]] = flat.view(axis.world, -1).tolist()

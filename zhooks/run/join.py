@@ -33,7 +33,7 @@ def batches(loader: Iterable[Batch], world: Transport, idle: Callable[[bool], No
         while True:
             found = list(_next(source))
             # Some rank has a batch; and which have never had one.
-            flags = torch.zeros(1 + axis.world, dtype=torch.int64)
+            flags = torch.zeros(1 + axis.world, dtype=torch.int64, device="cpu")
             flags[0], flags[1 + axis.rank] = bool(found), not (found or last)
             world.all_reduce(Call(CONTROL, "join", "next batch"), flags, "max")
             more, *without = flags.tolist()

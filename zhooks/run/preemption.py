@@ -117,7 +117,7 @@ class Preemption:
         """
         if self._everywhere:
             return True
-        found = torch.tensor([int(self._agreed if self._fresh else self._received)], dtype=torch.uint8)
+        found = torch.tensor([int(self._agreed if self._fresh else self._received)], dtype=torch.uint8, device="cpu")
         asked = () if self._fresh else (self._comm.world,)
         for transport in (*asked, self._comm.tp, self._comm.pp):
             if transport.axis.world > 1:

@@ -206,7 +206,7 @@ def _new_empty(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     tensor = args[0]
     if sys._getframe(2).f_globals.get("__name__") != _STAGER:
         return with_values(func, args, kwargs)
-    return type(tensor)(torch.empty(0, dtype=tensor._at.dtype), tensor._spec, device=torch.device("cpu"))
+    return type(tensor)(torch.empty(0, dtype=tensor._at.dtype, device="cpu"), tensor._spec, device=torch.device("cpu"))
 
 
 def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

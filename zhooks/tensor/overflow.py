@@ -106,7 +106,7 @@ class Overflows:
 
 def overflowed(grads: Iterable[Tensor | None], device: torch.device | str) -> Tensor:
     """Flags [n] on ``device``: this rank's range of a gradient holds an inf or a nan.  Waits for no GPU."""
-    flags = [torch.zeros((), device=device)]
+    flags = [torch.zeros((), dtype=torch.float32, device=device)]
     for grad in grads:
         local = grad._local if isinstance(grad, RangeTensor) else grad
         flags.append(flags[0] if local is None else (~torch.isfinite(local).all()).to(device, torch.float32))

@@ -50,7 +50,7 @@ class Buffer:
         self._group, self._kind, self._pool = group, kind, pool
         self._layout, self._transport = group.layout, group.transport
         self._call = Call(GATHER, "gather", group.name, group.number)
-        self._values = torch.empty(0)
+        self._values = torch.empty(0, dtype=torch.float32, device="cpu")
         self.lent = False
         self.copy: Block | None = None
         self.writes = 0
