@@ -34,6 +34,7 @@ from offload.stash import Limits, Saved, Stash
 from offload.store import Pools, Store
 from offload.tier import Tier
 from offload.user_warnings import warn_user
+from zhooks import tree
 from zhooks.activation.inputs import Input, Inputs
 from zhooks.activation.partition import KeptInput, Owners, Partition, buffers_of, open_partition
 from zhooks.activation.recompute import Recompute, nothing_recomputed, recomputed
@@ -109,7 +110,7 @@ class SavedParameters:
         model = self._model
         assert model is not None
         self.stash = open_stash(policy, store, self._bus, self)
-        self.residual.follow(policy.activation, self._comm.tp.axis.world, model.buffers)
+        self.residual.follow(policy.activation, self._comm.tp.axis.world, partial(tree.buffers, model))
         owners = Owners(partial(buffers_of, model), self.holds)
         self.partition = open_partition(policy, self._comm, self.stash, self._bus, owners, model)
         again = recomputed(model, units) if policy.activation.checkpoint == "unit" else {}
