@@ -5,9 +5,10 @@ changes a module.
 
 Note: [What came later]
     Only what was attached is gathered, reduced and saved.  A parameter that is registered afterwards would train apart on
-    every rank, so the next pass is refused.  torch's registration hooks tell of it at no cost to a pass; what is written
-    past them (``module._modules[name] = ...``) is found by a walk, at the first two passes and after a freeze.  A parameter
-    that is attached may appear in a second place: it is the same tensor there.
+    every rank, so the next pass is refused; where a forward made it, that forward as it ends.  torch's registration hooks
+    tell of it at no cost to a pass; what is written past them (``module._modules[name] = ...``) is found by a walk, at the
+    first two passes and after a freeze.  A parameter that is attached may appear in a second place: it is the same tensor
+    there.
 """
 
 from __future__ import annotations
@@ -85,12 +86,25 @@ class Members:
             if any(param.requires_grad for _, param in self._frozen):
                 raise _stranger([(name, param) for name, param in self._frozen if param.requires_grad])
             return
+        self._frozen, self.changed = self._checked(), False
+        self._take()
+
+    def check_new(self) -> None:
+        """A forward has run, or a backward begins: a parameter made in that forward shall not get a gradient of one rank.
+
+        Raises:
+            AttachError: there is one.
+        """
+        if self.changed:
+            self._checked()
+
+    def _checked(self) -> list[tuple[str, nn.Parameter]]:
+        """The plain parameters, all of them frozen."""
         found = list(self._strangers())
         training = [(name, param) for name, param in found if param.requires_grad]
         if training:
             raise _stranger(training)
-        self._frozen, self.changed = found, False
-        self._take()
+        return found
 
     def _strangers(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Plain parameters; one that is in the place of one that was attached is its unit's to refuse."""
@@ -168,6 +182,7 @@ def _stranger(found: list[tuple[str, nn.Parameter]]) -> AttachError:
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return AttachError(
         f"parameter {found[0][0]}{more}: expected the parameters that were attached, found one that was added since (by an "
-        "adapter, a new module, an assignment): each rank would train its own, and no checkpoint would hold it. Call "
-        "detach(), add it, attach again; or set its requires_grad to False."
+        "adapter, a new module, an assignment, a forward): each rank would train its own, and no checkpoint would hold it. "
+        "Call detach(), add it, attach again; or set its requires_grad to False. A parameter that the first forward makes "
+        "needs one forward before attach."
     )

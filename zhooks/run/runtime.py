@@ -285,8 +285,10 @@ class Runtime:
         if failed:
             self._abandon_gathers()
         self._release_others(keep)
-        if new and not failed:
-            self._breaks.look()
+        if not failed:
+            if new:
+                self._breaks.look()
+            self.members.check_new()
 
     def _abandon_gathers(self) -> None:
         """After an exception nothing may wait: other ranks may be anywhere."""
@@ -390,6 +392,7 @@ class Runtime:
     def backward_open(self) -> None:
         """Something of this attachment runs inside a backward: be told when it ends."""
         if self._back is None and not self._forward_runs:
+            self.members.check_new()
             self._back = self.paths.backward()
             self.bus.begin("backward", self._back.path.name, at=HERE)
         task = torch._C._current_graph_task_id()

@@ -283,3 +283,39 @@ def test_freezing_again_and_again_leaves_no_finalizer_behind() -> None:
         registered.append(len(weakref.finalize._registry))  # type: ignore[attr-defined]
     assert len(set(registered[2:])) == 1
     attachment.detach()
+
+
+class Lazy(nn.Module):
+    """Makes a parameter in its first forward; ``how``: by assignment, past torch's hooks, or of a new module."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.inner = how, nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "late"):
+            if self.how == "module":
+                self.late: Any = nn.Linear(3, 3, bias=False)
+            elif self.how == "table":
+                vars(self)["_parameters"]["late"] = nn.Parameter(torch.ones(3))
+            else:
+                self.late = nn.Parameter(torch.ones(3))
+        out: torch.Tensor = self.inner(x)
+        return self.late(out) if isinstance(self.late, nn.Module) else out * self.late
+
+
+@on_ranks(1, 2, stage=(0, 3))
+def test_a_parameter_that_the_first_forward_makes_is_refused_before_its_first_backward(stage: int) -> None:
+    for how in ("parameter", "table", "module"):
+        for wrapped in (False, True):
+            for grad in (True, False):
+                model = nn.Sequential(nn.Linear(6, 6), Lazy(how)) if wrapped else Lazy(how)
+                attachment = zhooks.attach(model, policy={"stage": stage, "units": {"min_numel": 0}})
+                with pytest.raises(zhooks.AttachError, match=r"late.*that was added since"), torch.set_grad_enabled(grad):
+                    model(torch.ones(2, 6))
+                attachment.detach()
+    made = Lazy("parameter")
+    made(torch.ones(2, 6))
+    attachment = zhooks.attach(made, policy={"stage": stage})
+    made(torch.ones(2, 6)).sum().backward()
+    attachment.detach()
