@@ -192,12 +192,15 @@ class Attachment(
         alike = partial(self._optimizers.agreed, "compare replicas")
         self._replica_checks = ReplicaChecks(self._comm, self._bus, self._units, self._steps, alike, self._ignored)
         undo.callback(lambda: self._tiers.end_steps())
-        self._untrained = Untrained(type(self.model).__name__, partial(self._ignored.parameters, self.model))
+        self._untrained = Untrained(
+            type(self.model).__name__, partial(self._ignored.parameters, self.model),
+            lambda: [flat.version() for unit in self._units for flat in unit.flats],
+        )  # fmt: skip
         # A step calls them in this order; torch's hooks keep none of them alive.
         budgets = self._device_budget, self._state_budgets
-        first: tuple[Around, ...] = (self._optimizers, *budgets, scaling, self._nonfinite, self._steps)
-        # Before what hides parameters from a step that is skipped; one rank's warning is enough.
-        for around in first if self._comm.stage.axis.rank else (self._untrained, *first):
+        # The first of them comes before what hides parameters from a step that is skipped.
+        first: tuple[Around, ...] = (self._untrained, self._optimizers, *budgets, scaling, self._nonfinite, self._steps)
+        for around in first:
             undo.callback(watch_steps(around))
         if self._comm.failure is not None:
             undo.callback(self._comm.failure.ask, None)
