@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zhooks.optim.groups import leave
+from zhooks.tensor import as_step
 from zhooks.unit import Flat
 
 __all__ = [
@@ -108,8 +109,7 @@ class TorchKernel:
 def step_of(optimizer: Optimizer) -> Callable[..., Any]:
     """The step of its class, without what torch and others have put around it."""
     step: Any = type(optimizer).step
-    plain: Callable[..., Any] = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-    return plain
+    return as_step(getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step)
 
 
 @contextmanager

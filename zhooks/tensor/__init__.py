@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zhooks.tensor.checkpoint_chunks import check_together
+from zhooks.tensor.elementwise import as_step
 from zhooks.tensor.group import ShardGroup
 from zhooks.tensor.overflow import Name, Overflow, Overflows, Watch, overflowed
 from zhooks.tensor.range_tensor import ParamShard, part_numel, range_alone
@@ -23,6 +24,7 @@ __all__ = [
     "StoredTensor",
     "VectorShard",
     "Watch",
+    "as_step",
     "check_together",
     "overflowed",
     "part_numel",

@@ -11,9 +11,18 @@ from typing import Any
 
 import torch
 
-from zhooks.tensor.elementwise import in_place, lists_in_place, local, whole, writes_only_self
+from zhooks.tensor.elementwise import (
+    ReadOnly,
+    in_place,
+    lists_in_place,
+    local,
+    readable_whole,
+    stepping,
+    whole,
+    writes_only_self,
+)
 from zhooks.tensor.norms import foreach_norm, norm
-from zhooks.tensor.range_tensor import Handler
+from zhooks.tensor.range_tensor import Handler, Origin
 from zhooks.tensor.totals import TOTALS, equal, total, unscale
 
 aten = torch.ops.aten
@@ -59,7 +68,7 @@ def _rule(func: Any) -> Handler:
     if name == "_foreach_norm":
         return foreach_norm
     if name in ("equal", "_local_scalar_dense", "is_same_size", "_has_compatible_shallow_copy_type", "view", "_unsafe_view"):
-        return {"equal": equal, "is_same_size": _same_size, "view": view}.get(name, whole)
+        return {"equal": equal, "is_same_size": _same_size, "view": view, "_unsafe_view": view}.get(name, whole)
     if name.startswith("_foreach_") and name not in _NOT_POINTWISE_FOREACH:
         return lists_in_place if name.endswith("_") else local
     if name.startswith("_fused_") and name.endswith("_"):
@@ -73,7 +82,8 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     # As in plain torch, an alias of a normal tensor is one under inference_mode too: it shares the version counter.
     with torch.inference_mode(tensor.is_inference()):
-        return type(tensor)(tensor._at, tensor._spec, bound=tensor._bound, device=tensor._on)
+        origin = Origin(0) if tensor._bound is None and isinstance(tensor, torch.nn.Parameter) else tensor._origin
+        return type(tensor)(tensor._at, tensor._spec, bound=tensor._bound, device=tensor._on, origin=origin)
 
 
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,6 +91,9 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, shape = args[0], args[1]
     if tuple(shape) == tuple(tensor.shape):
         return _alias(func, args, kwargs)
+    if tensor._origin is not None and not tensor._spec.contiguous and readable_whole(tensor):
+        # reshape has cloned it to be contiguous, and the clone has kept the parameter's strides.
+        return func(tensor.full_tensor().contiguous(), shape).as_subclass(ReadOnly)
     return whole(func, args, kwargs)
 
 
@@ -94,6 +107,8 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     spec = tensor._spec
     whole = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor._on)
     drawn = func(whole, *args[1:], **{key: value for key, value in kwargs.items() if key != "memory_format"})
+    if not func._schema.is_mutable and tensor.numbers is not None and not stepping():
+        return drawn  # each rank has a generator of its own
     local = spec.take(drawn).clone()
     if not func._schema.is_mutable:
         return type(tensor)(local, spec, device=tensor._on)

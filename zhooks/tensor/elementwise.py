@@ -6,19 +6,71 @@ asks for.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import cache
+from types import FrameType
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from offload.errors import ShardedOpError
 from offload.store import BlockRange
 from zhooks.layout import whole_of
-from zhooks.tensor.range_tensor import RangeTensor
+from zhooks.tensor.range_tensor import Origin, RangeTensor
 
 aten = torch.ops.aten
+
+
+def as_step(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, an optimizer's step that is called without what torch puts around one."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return step
+
+
+#: The code that an optimizer's step runs under.
+_STEPS = frozenset(wrap(lambda: None).__code__ for wrap in (as_step, Optimizer.profile_hook_step))
+
+
+def stepping() -> bool:
+    """An optimizer's step runs on this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _STEPS:
+        frame = frame.f_back
+    return frame is not None
+
+
+def numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """As ``Origin.numbers``, of what is computed from these; see Note [Expressions]."""
+    found = 0
+    for value in tree_leaves((args, kwargs)):
+        if isinstance(value, RangeTensor):
+            if value.numbers is None:
+                return None
+            value = value.numbers or None
+        elif isinstance(value, Tensor):
+            return None
+        if isinstance(value, (bool, int, float, complex)):
+            found = crc32(repr(value).encode(), found)
+    return found
+
+
+def _meets_own_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A new value of parameters or expressions and of what is this rank's own; see Note [Expressions]."""
+    if func._schema.is_mutable or (args and isinstance(args[0], (list, tuple))):
+        return False
+    values = (*args, *kwargs.values())
+    sharded = [value for value in values if isinstance(value, RangeTensor)]
+    own: tuple[type, ...] = (int, float, complex, Tensor) if all(value.numel() == 1 for value in sharded) else (Tensor,)
+    meets = any(isinstance(value, own) and not isinstance(value, (RangeTensor, bool)) for value in values)
+    return meets and all(value.numbers is not None for value in sharded) and not stepping()
 
 
 def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -54,7 +106,7 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if plain is None:
         return local(func, args, kwargs)
     func(*plain, **kwargs)
-    args[0]._written()
+    args[0]._written(None if args[0]._origin is None else numbers_of(args, kwargs))
     return args[0]
 
 
@@ -129,6 +181,9 @@ def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply an element-wise operation to the ranges."""
     if not _over_one_range(func, args, kwargs):
         return whole(func, args, kwargs)
+    if _meets_own_values(func, args, kwargs):
+        args, kwargs = tree_map_only(RangeTensor, RangeTensor.full_tensor, (args, kwargs))
+        return func(*args, **kwargs)
     first = args[0]
     if type(first) in (list, tuple) and len(first) > 1 and _scattered(first):
         return _one_by_one(func, args, kwargs)
@@ -142,7 +197,7 @@ def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leads = _leads(args, kwargs)
     lead = leads[0]
     if func is aten.copy_.default and not isinstance(args[0], RangeTensor):
-        if not _readable_whole(args[1]):
+        if not readable_whole(args[1]):
             raise _copied_out(args[1])
         return whole(func, args, kwargs)
     written = _written(func, args, kwargs)
@@ -153,20 +208,22 @@ def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(value is NotImplemented for value in (*plain, *named.values())):
         return whole(func, args, kwargs)
     assert lead._on.type == "cpu" or len({tensor._local.device for tensor in written}) < 2, f"{func} writes on two tiers"
+    numbers = numbers_of(args, kwargs) if lead.numbers is not None else None
     out = func(*plain, **named)
     for tensor in written:
-        tensor._written()
+        tensor._written(numbers)
     if written:
         named_outs = [kwargs[name] for name in outs_of(func) if name in kwargs]
         return (named_outs[0] if len(named_outs) == 1 else tuple(named_outs) or args[0]) if out is not None else None
     device = kwargs.get("device") or lead._on
     if device.type == "cpu":
         device = torch.device("cpu")  # a number means nothing there, and no plain tensor has it
+    origin = None if numbers is None else Origin(numbers)
     if isinstance(out, Tensor):
-        return type(lead)(out, lead._spec, device=device)
+        return type(lead)(out, lead._spec, device=device, origin=origin)
     if isinstance(out, (list, tuple)):
         pairs = zip(out, leads, strict=False)
-        return type(out)(type(of)(item, of._spec, device=device) for item, of in pairs)
+        return type(out)(type(of)(item, of._spec, device=device, origin=origin) for item, of in pairs)
     return out
 
 
@@ -252,7 +309,7 @@ def _near(value: RangeTensor, lead: RangeTensor) -> Tensor:
 def _matching(value: RangeTensor, lead: RangeTensor) -> Any:
     if value._spec is lead._spec or value._spec.key() == lead._spec.key():
         return _near(value, lead)
-    if value.shape != lead.shape and value._bound:
+    if value.shape != lead.shape and readable_whole(value):
         return NotImplemented
     if value.shape != lead.shape:
         raise ShardedOpError(
@@ -261,6 +318,8 @@ def _matching(value: RangeTensor, lead: RangeTensor) -> Any:
         )
     if value._bound:
         return lead._spec.take(whole_of(value._bound.view(value._spec.index).detach()))
+    if readable_whole(value):
+        return lead._spec.take(value.full_tensor())
     raise ShardedOpError(
         f"{lead._spec.name} and {value._spec.name}: expected the same range of elements on this rank, found different "
         "ones. Load at the world size that saved it, or use full values (attachment.state_dict())."
@@ -319,7 +378,7 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def swap(value: Any, writes: bool = False) -> Any:
         if isinstance(value, RangeTensor):
-            if writes or not _readable_whole(value):
+            if writes or not readable_whole(value):
                 return refuse(func, value)
             if not value._bound:
                 return value.full_tensor()
@@ -335,9 +394,10 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return out
 
 
-def _readable_whole(tensor: RangeTensor) -> bool:
-    """A parameter; of a gradient or a state only the range can be read."""
-    return tensor._bound is not None or isinstance(tensor, torch.nn.Parameter)
+def readable_whole(tensor: RangeTensor) -> bool:
+    """A parameter, or an expression outside of an optimizer's step; of a gradient or a state only the range can be read."""
+    of_parameter = tensor._bound is not None or isinstance(tensor, torch.nn.Parameter)
+    return of_parameter or (tensor.numbers is not None and not stepping())
 
 
 def _copied_out(tensor: RangeTensor) -> ShardedOpError:
@@ -387,5 +447,5 @@ def _read_only(out: Any, source: Any) -> Any:
     """What was read: a view of the gathered value stays read-only, a new value is plain."""
     if not isinstance(out, Tensor) or not isinstance(source, Tensor):
         return out
-    address = torch._C._storage_address  # type: ignore[attr-defined]
+    address = torch._C._storage_address
     return out.as_subclass(ReadOnly if address(out) == address(source) else Tensor)

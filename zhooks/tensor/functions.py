@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import AttachError, ShardedOpError
 from zhooks.layout import is_divided, whole_of
-from zhooks.tensor.elementwise import own_ranges
+from zhooks.tensor.elementwise import numbers_of, own_ranges, readable_whole
 from zhooks.tensor.range_tensor import Handler, RangeTensor, range_alone, refuse_gradients
 
 # Asking a parameter about itself gathers nothing.
@@ -145,7 +145,7 @@ def _change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if plain is None:
         return with_values(func, args, kwargs)
     func(*plain, **kwargs)
-    args[0]._written()
+    args[0]._written(None if args[0]._origin is None else numbers_of(args, kwargs))
     torch.autograd.graph.increment_version(args[0])
     return args[0]
 
@@ -262,6 +262,27 @@ def _refused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     )
 
 
+def _list(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0].full_tensor().tolist() if readable_whole(args[0]) else _refused(func, args, kwargs)
+
+
+def _array(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An array of the whole value, which cannot be written: that would be lost."""
+    tensor = args[0]
+    if not readable_whole(tensor):
+        return _refused(func, args, kwargs)
+    asks_to_detach = tensor.requires_grad and not kwargs.get("force")
+    array = func(torch.empty(0).requires_grad_() if asks_to_detach else tensor.full_tensor(), *args[1:], **kwargs)
+    array.flags.writeable = False
+    return array
+
+
+def _format(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    number = tensor.dim() == 0 and readable_whole(tensor) and not isinstance(tensor, torch.nn.Parameter)
+    return tensor.full_tensor().__format__(*args[1:]) if number else _plain(func, args, kwargs)
+
+
 def _stored(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise range_alone("storage of", args[0])
 
@@ -286,9 +307,10 @@ FUNCTIONS: dict[Any, Handler] = {
     Tensor.register_post_accumulate_grad_hook: _register_post_hook,
     Tensor.__setitem__: _set_item,
     _PROPERTIES.data.__set__: _set_data,
-    Tensor.numpy: _refused,
-    Tensor.tolist: _refused,
-    Tensor.__array__: _refused,
+    Tensor.numpy: _array,
+    Tensor.tolist: _list,
+    Tensor.__array__: _array,
+    Tensor.__format__: _format,
     Tensor.share_memory_: _refused,
     Tensor.untyped_storage: _stored,
     Tensor.storage: _stored,

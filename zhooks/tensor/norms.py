@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from offload.errors import ShardedOpError
 from zhooks.comm import norms_of_runs
 from zhooks.layout import PP, SHARD, TP
-from zhooks.tensor.elementwise import refuse
+from zhooks.tensor.elementwise import whole
 from zhooks.tensor.group import ShardGroup
 from zhooks.tensor.range_tensor import ParamShard, RangeTensor
 
@@ -33,8 +33,9 @@ def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if not isinstance(ord, (int, float)) and ord is not None:
         ord = 2
     if dim not in (None, [], ()):
-        refused: Tensor = refuse(func, tensor)
-        return refused
+        of_rows: Tensor = whole(func, args, kwargs)
+        return of_rows
+    tensor.check_numbers()
     dtype = kwargs.get("dtype") or tensor.dtype
     order = 2.0 if ord is None else float(ord)
     local, group = tensor._local.to(tensor._on), tensor._spec.group  # as in `total`

@@ -8,6 +8,13 @@ Note: [Bound and derived]
     Any use in a forward gathers the unit.  A *derived* one (a gradient, an optimizer state, a temporary) holds the same
     range of another value; element-wise work stays local, whole-tensor norms and sums are combined over the ranks, and
     what needs rows or matrices raises ShardedOpError.
+
+Note: [Expressions]
+    An *expression* is derived from parameters and numbers alone (``log_std.exp()``, ``2 * weight``, a clone): every rank can
+    have all of it, so what needs more than a range gathers it, as it gathers a parameter.  Where each rank brings something of
+    its own, a plain tensor, the parameter is read whole at once and the result is this rank's, a plain tensor.  Numbers may
+    differ between ranks too; ``Origin`` keeps a checksum of them, which is compared before an expression is gathered.  In an
+    optimizer's step nothing of this applies: its arithmetic stays on the ranges.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from torch import Tensor, nn
 
 from offload.errors import ShardedOpError
 from offload.store import Block, BlockRange
-from zhooks.layout import Division, Piece, is_divided, part_of, whole_of
+from zhooks.layout import SHARD, TP, Division, Piece, is_divided, part_of, whole_of
 from zhooks.tensor.checkpoint_chunks import ChunkTensor, chunk_at, chunk_list, chunks_of, write_items, written_by
 from zhooks.tensor.group import Owner, ShardGroup
 
@@ -115,6 +122,19 @@ def in_storage_order(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return laid.as_strided((tensor.numel(),), (1,))
 
 
+class Origin:
+    """Where the values of an expression come from; see Note [Expressions].  Aliases share it.
+
+    Attributes:
+        numbers: a checksum of the numbers it was computed with, 0 of none; None once something else went into it.
+    """
+
+    __slots__ = ("numbers",)
+
+    def __init__(self, numbers: int | None) -> None:
+        self.numbers = numbers
+
+
 class RangeTensor(torch.Tensor):
     """See ``ShardedTensor``, which every one is.
 
@@ -126,6 +146,8 @@ class RangeTensor(torch.Tensor):
     _spec: ParamShard
     #: Of bound ones: the flat buffer.
     _bound: Owner | None
+    #: Of expressions.
+    _origin: Origin | None
 
     @staticmethod
     def __new__(
@@ -136,13 +158,14 @@ class RangeTensor(torch.Tensor):
         bound: Owner | None = None,
         requires_grad: bool = False,
         device: torch.device | None = None,
+        origin: Origin | None = None,
     ) -> RangeTensor:
         on = local.device if device is None else device
         made = torch.Tensor._make_wrapper_subclass(
             cls, spec.shape, strides=spec.stride, dtype=local.dtype, device=on, requires_grad=requires_grad
         )
         tensor: RangeTensor = made
-        tensor._at, tensor._on, tensor._spec, tensor._bound = local, on, spec, bound
+        tensor._at, tensor._on, tensor._spec, tensor._bound, tensor._origin = local, on, spec, bound, origin
         return tensor
 
     @property
@@ -161,8 +184,17 @@ class RangeTensor(torch.Tensor):
         block = self._block
         return block is not None and block.paged
 
-    def _written(self) -> None:
-        """Its range was written below autograd, where torch counts no version."""
+    @property
+    def numbers(self) -> int | None:
+        """As ``Origin.numbers``; of a parameter 0, and None of a gradient or a state."""
+        if self._bound is not None or isinstance(self, nn.Parameter):
+            return 0
+        return None if self._origin is None else self._origin.numbers
+
+    def _written(self, numbers: int | None = None) -> None:
+        """Its range was written below autograd, where torch counts no version; of an expression, ``numbers`` went into it."""
+        if self._origin is not None:
+            self._origin.numbers = numbers
         block = self._block
         if block is not None:
             block.touch()
@@ -177,12 +209,33 @@ class RangeTensor(torch.Tensor):
         return self._local.clone() if self._paged else self._local
 
     def full_tensor(self) -> Tensor:
-        """The whole value as a new plain tensor on every rank.  Collective; not differentiable."""
+        """The whole value as a new plain tensor on every rank.  Collective; not differentiable.
+
+        Raises:
+            ShardedOpError: an expression that ranks computed with different numbers.
+        """
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             spec = self._spec
+            self.check_numbers()
             if not spec.group.sharded:
                 return spec.whole(self._local.as_strided(spec.part_shape, spec.part_stride).to(self._on, copy=True))
             return spec.group.assemble(self)
+
+    def check_numbers(self) -> None:
+        """Before ranks put an expression together: they computed it with the same numbers.  Collective where there were any.
+
+        Raises:
+            ShardedOpError: they did not.
+        """
+        if not self.numbers:
+            return
+        both = torch.tensor([self.numbers, -self.numbers], dtype=torch.int64, device=self._on)
+        self._spec.group.all_reduce(both, "max", (SHARD, TP))
+        if both[0] != -both[1]:
+            raise ShardedOpError(
+                f"an expression of {self._spec.name}: expected the same numbers on every rank, because each has a range of the "
+                f"result; found different ones. Read the parameter first: {self._spec.name}.full_tensor(), then compute."
+            )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         kind = "parameter" if self._bound else "tensor"
@@ -217,7 +270,8 @@ class RangeTensor(torch.Tensor):
         if id(self) in memo:
             return cast(RangeTensor, memo[id(self)])
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            copied = type(self)(self._local.clone(), self._spec, device=self._on)
+            origin = None if self.numbers is None else Origin(self.numbers)
+            copied = type(self)(self._local.clone(), self._spec, device=self._on, origin=origin)
             made: Any = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
             if self.grad is not None:
                 made.grad = self.grad.__deepcopy__(memo)

@@ -38,6 +38,7 @@ def _axes(spec: ParamShard) -> tuple[str, ...]:
 def total(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """A sum, mean, maximum, ... over the whole tensor: this rank's part combined with the others'.  Collective."""
     tensor, how = args[0], TOTALS[func]
+    tensor.check_numbers()
     # Summed where the compute is, whatever the tier: another order of additions would give other bits.
     local, group, axes = tensor._local.to(tensor._on), tensor._spec.group, _axes(tensor._spec)
     if not axes:

@@ -19,12 +19,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from offload.errors import ShardedOpError
 from zhooks.layout import PP, SHARD, Piece
 from zhooks.tensor.aten import view
-from zhooks.tensor.elementwise import localise, whole
+from zhooks.tensor.elementwise import localise, readable_whole, whole
 from zhooks.tensor.functions import with_values
 from zhooks.tensor.range_tensor import Handler, ParamShard, RangeTensor
 
@@ -187,7 +187,7 @@ class Vectors:
 
 def _derived(value: Any) -> bool:
     """A gradient, a state or a temporary, in memory of its own; see Note [Bound and derived]."""
-    return isinstance(value, RangeTensor) and not (value._bound or isinstance(value, nn.Parameter) or value._block)
+    return isinstance(value, RangeTensor) and not (value._block or readable_whole(value))
 
 
 def _only(parts: Sequence[ParamShard]) -> Sequence[ParamShard]:
