@@ -66,7 +66,7 @@ def _as_before(flat: Flat, ranges: Ranges) -> list[Tensor]:
 def swap_out(spec: ParamShard, param: nn.Parameter, plain: nn.Parameter) -> None:
     """Make ``param`` what ``plain`` is, keeping identity, hooks and the user's attributes."""
     for key, value in param.__dict__.items():
-        if key not in ("_at", "_on", "_spec", "_bound"):
+        if key not in ("_at", "_on", "_spec", "_bound", "_origin"):
             setattr(plain, key, value)
     param.grad = None
     torch.utils.swap_tensors(param, plain)

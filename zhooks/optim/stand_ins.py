@@ -100,7 +100,7 @@ def _on_host(value: Any) -> Any:
 
 
 #: What a sharded parameter has of its own.
-OURS = ("_at", "_on", "_spec", "_bound")
+OURS = ("_at", "_on", "_spec", "_bound", "_origin")
 #: Each has trials of its own.
 _MOST_VALUES = 4
 

@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import AttachError, ShardedOpError
 from zhooks.layout import is_divided, whole_of
-from zhooks.tensor.elementwise import numbers_of, own_ranges, readable_whole
-from zhooks.tensor.range_tensor import Handler, RangeTensor, range_alone, refuse_gradients
+from zhooks.tensor.elementwise import numbers_of, own_ranges, readable_whole, stepping
+from zhooks.tensor.range_tensor import Handler, RangeTensor, RealShard, range_alone, refuse_gradients
 
 # Asking a parameter about itself gathers nothing.
 ABOUT = frozenset(
@@ -44,6 +44,7 @@ _TRANSPOSED: tuple[Any, ...] = (
 )
 _GATHERED_GETTERS = frozenset(descriptor.__get__ for descriptor in _TRANSPOSED)
 _PROPERTIES: Any = Tensor
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 #: What copies a state dict to the host before ``torch.distributed.checkpoint.async_save`` writes it.
 _STAGER = "torch.distributed.checkpoint._state_dict_stager"
 
@@ -62,6 +63,10 @@ def with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         if beside.shape == out.shape:
             return out.copy_(beside)
     with torch._C.DisableTorchFunctionSubclass():
+        if out is None and not torch.is_grad_enabled() and _uses_values(func):
+            # What is read of a gathered value is no view of the parameter: autograd would keep that, and detach needs it back.
+            with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -148,6 +153,22 @@ def _change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     args[0]._written(None if args[0]._origin is None else numbers_of(args, kwargs))
     torch.autograd.graph.increment_version(args[0])
     return args[0]
+
+
+def _as_real(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What optimizers do to complex tensors.  To autograd, which would keep the parameter, it is no view.
+
+    Elsewhere a parameter is read whole.
+    """
+    tensor = args[0]
+    recorded = torch.is_grad_enabled() and tensor.requires_grad
+    if recorded or tensor._spec.division is not None or (readable_whole(tensor) and not stepping()):
+        return with_values(func, args, kwargs)
+    return tensor.as_real()
+
+
+def _as_complex(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0].as_complex() if isinstance(args[0]._spec, RealShard) else with_values(func, args, kwargs)
 
 
 def _requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -299,6 +320,8 @@ FUNCTIONS: dict[Any, Handler] = {
     Tensor.to: _to,
     Tensor.cpu: _cpu,
     Tensor.new_empty: _new_empty,
+    torch.view_as_real: _as_real,
+    torch.view_as_complex: _as_complex,
     Tensor.view_as: _like,
     Tensor.expand_as: _like,
     _PROPERTIES.requires_grad.__set__: _requires_grad,

@@ -36,7 +36,7 @@ def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         of_rows: Tensor = whole(func, args, kwargs)
         return of_rows
     tensor.check_numbers()
-    dtype = kwargs.get("dtype") or tensor.dtype
+    dtype = kwargs.get("dtype") or (tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype)
     order = 2.0 if ord is None else float(ord)
     local, group = tensor._local.to(tensor._on), tensor._spec.group  # as in `total`
     if not (group.sharded or group.spans(TP) or group.spans(PP)):
@@ -141,7 +141,8 @@ def partial_norm(local: Tensor, ord: float, spec: ParamShard, dtype: torch.dtype
     half = local.dtype in (torch.float16, torch.bfloat16)
     again = spec.place is None and not group.first(TP) and _combination(ord) == "sum"
     if local.numel() == 0 or again:
-        nothing = torch.full((), _nothing(ord), dtype=torch.float32 if half else local.dtype, device=device)
+        kind = torch.float32 if half else local.dtype.to_real() if local.dtype.is_complex else local.dtype
+        nothing = torch.full((), _nothing(ord), dtype=kind, device=device)
         return PartialNorm([(group, nothing)], ord, dtype)
     # 16 bits are summed in fp32, whose copy of the values is a buffer like others: bounded.
     norms = norms_of_runs(local, ord, group.buffer_nbytes) if half else [torch.linalg.vector_norm(local, ord)]

@@ -113,6 +113,22 @@ class ParamShard:
         return part if self.division is None else self.division.whole(part)
 
 
+class RealShard(ParamShard):
+    """What ``view_as_real`` of tensors of a complex parameter's range have in common: the same range of pairs of numbers."""
+
+    __slots__ = ("of",)
+
+    def __init__(self, of: ParamShard) -> None:
+        self.of, self.name, self.group, self.index, self.device = of, of.name, of.group, of.index, of.device
+        self.dtype = of.dtype.to_real()
+        self.pieces = tuple(Piece(2 * piece.start, 2 * piece.local, 2 * piece.numel) for piece in of.pieces)
+        self.shape = self.part_shape = torch.Size((*of.shape, 2))
+        self.stride = self.part_stride = (*(2 * step for step in of.stride), 1)
+        self.division = self.place = None
+        self.contiguous = of.contiguous
+        self.hooks, self.post_hooks = OrderedDict(), OrderedDict()
+
+
 def in_storage_order(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """``tensor`` as 1-D in the order a dense tensor of these strides lies in memory."""
     if stride == _contiguous(tensor.shape):
@@ -148,6 +164,8 @@ class RangeTensor(torch.Tensor):
     _bound: Owner | None
     #: Of expressions.
     _origin: Origin | None
+    #: Of a view as another dtype: what it shares its range with.
+    _parent: RangeTensor | None = None
 
     @staticmethod
     def __new__(
@@ -200,6 +218,9 @@ class RangeTensor(torch.Tensor):
             block.touch()
         if self._bound is not None:
             self._bound.written(self._spec.index)
+        if self._parent is not None:
+            self._parent._written(numbers)
+            torch.autograd.graph.increment_version(self._parent)
 
     def to_local(self) -> Tensor:
         """This rank's range: 1-D, in storage order, on the device it really lives on.
@@ -216,6 +237,8 @@ class RangeTensor(torch.Tensor):
         """
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             spec = self._spec
+            if isinstance(spec, RealShard):
+                return torch.view_as_real(self.as_complex().full_tensor())
             self.check_numbers()
             if not spec.group.sharded:
                 return spec.whole(self._local.as_strided(spec.part_shape, spec.part_stride).to(self._on, copy=True))
@@ -236,6 +259,20 @@ class RangeTensor(torch.Tensor):
                 f"an expression of {self._spec.name}: expected the same numbers on every rank, because each has a range of the "
                 f"result; found different ones. Read the parameter first: {self._spec.name}.full_tensor(), then compute."
             )
+
+    def as_real(self) -> RangeTensor:
+        """The range of a complex tensor as pairs of numbers, in the same memory: short-lived where that is on disk."""
+        return self._viewed(torch.view_as_real(self._local).view(-1), RealShard(self._spec))
+
+    def as_complex(self) -> RangeTensor:
+        """The range of what ``as_real`` gave, as it was."""
+        assert isinstance(self._spec, RealShard)
+        return self._viewed(torch.view_as_complex(self._local.view(-1, 2)), self._spec.of)
+
+    def _viewed(self, local: Tensor, spec: ParamShard) -> RangeTensor:
+        view = type(self)(local, spec, device=self._on, origin=self._origin)
+        view._parent = self
+        return view
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         kind = "parameter" if self._bound else "tensor"

@@ -195,6 +195,17 @@ def test_an_array_of_a_parameter_cannot_be_written() -> None:
         model.gamma.numpy()
 
 
+@on_ranks(1, 2)
+def test_what_was_read_of_a_parameter_may_be_kept_over_detach() -> None:
+    model, plain = Policy(), Policy()
+    attachment = zhooks.attach(model)
+    with torch.no_grad():
+        kept = [read(model.table) for read in (lambda one: one[0], lambda one: one.T, lambda one: one.view(-1), torch.exp)]
+        attachment.detach()
+        assert torch.equal(kept[0], plain.table[0]) and torch.equal(kept[1], plain.table.T)
+    assert type(model.table) is nn.Parameter
+
+
 class RowScaled(torch.optim.Optimizer):
     """Scales its step by rows of what it makes of a parameter and numbers."""
 
