@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.errors import CheckpointError, DivergenceError, ShardedOpError
 from zhooks.comm import CONTROL, AllRanks, Call, Facts, Transport, disagreement, text_digest
 from zhooks.optim.groups import holders, params_of
+from zhooks.optim.kernel import BY_RANGES
 from zhooks.optim.owned_states import OwnedStates, tensors_in
 from zhooks.optim.owners import Owners
 from zhooks.tensor import ParamShard, ShardedTensor, ShardedVector
@@ -136,6 +137,7 @@ class Optimizers:
         found = self.owners.facts(optimizer)
         whole = {id(one.param) for one in self.owners.whole(optimizer)}
         met, held = self._met.get(optimizer), [one for one in self._stock.held(optimizer) if id(one[0]) not in whole]
+        _check_shapes(optimizer, held, verb)
         # Ranks need not come to a step in backward (an optimizer a parameter) in one order.
         fresh = (met is None or met.groups != len(optimizer.param_groups)) and not _in_backward()
         facts = {**optimizer_facts(optimizer, params), "updates": found} if fresh else {}
@@ -325,6 +327,16 @@ def partitions(optimizer: object) -> str:
         f"ZeroRedundancyOptimizer, which steps some of them on each of {optimizer.world_size} ranks. Use the optimizer "
         f"inside it: {name}(model.parameters(), ...); stages 1 to 3 partition its states."
     )
+
+
+def _check_shapes(optimizer: Optimizer, held: Sequence[tuple[nn.Parameter, ParamShard, str, Tensor]], verb: str) -> None:
+    """States of torch's element-wise optimizers have their parameter's shape."""
+    for _, spec, key, value in held if type(optimizer) in BY_RANGES else ():
+        if value.shape != spec.shape:
+            raise CheckpointError(
+                f"{type(optimizer).__name__}.{verb}: expected the state {key} of {spec.name} to have the parameter's shape "
+                f"{tuple(spec.shape)}, found {tuple(value.shape)}: states of another model were loaded. Load this model's."
+            )
 
 
 def optimizer_facts(optimizer: Optimizer | None, params: Iterable[Tensor]) -> Facts:

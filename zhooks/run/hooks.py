@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from offload.errors import ShardedOpError
 from offload.policy import Precision
 from zhooks import tree
 from zhooks.compiled import CASTS, REASON, outside_graphs
@@ -94,6 +95,11 @@ class Before(Hook):
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._given.append(None)
+        if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+            raise ShardedOpError(
+                f"torch.jit.trace of {self.where or 'the model'}: expected a plain model, found an attached one, whose "
+                "gathered values a trace would keep as constants. Call attachment.detach(), trace the model, attach again."
+            )
         runtime, where = self._runtime, self._scope.name
         backward, outermost = in_backward(), runtime.outermost
         if not backward:

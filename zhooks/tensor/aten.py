@@ -13,6 +13,7 @@ import torch
 
 from zhooks.tensor.elementwise import (
     ReadOnly,
+    elementwise,
     in_place,
     lists_in_place,
     local,
@@ -27,16 +28,6 @@ from zhooks.tensor.totals import TOTALS, equal, total, unscale
 
 aten = torch.ops.aten
 
-# Element-wise, though torch does not tag them so.
-_LOCAL = {
-    aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.clone.default, aten._to_copy.default,
-    aten.zeros_like.default,
-    aten.ones_like.default, aten.empty_like.default, aten.full_like.default, aten.copy_.default, aten.lift_fresh.default,
-    aten.clamp_.default, aten.nan_to_num_.default, aten.masked_fill_.Scalar, aten.where.self, aten.positive.default,
-    aten.lerp_.Scalar, aten.lerp_.Tensor, aten.addcmul_.default, aten.addcdiv_.default, aten.copy.default,
-    aten.contiguous.default,
-    aten.masked_fill.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar,
-}  # fmt: skip
 _ALIASES = {aten.detach.default, aten.alias.default, aten.detach_.default}
 _RANDOM = {
     aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, aten.exponential_.default, aten.rand_like.default,
@@ -73,7 +64,7 @@ def _rule(func: Any) -> Handler:
         return lists_in_place if name.endswith("_") else local
     if name.startswith("_fused_") and name.endswith("_"):
         return lists_in_place
-    if name.startswith("_fused_") or func in _LOCAL or torch.Tag.pointwise in func.tags:
+    if name.startswith("_fused_") or elementwise(func):
         return in_place if writes_only_self(func) else local
     return whole
 

@@ -26,6 +26,23 @@ from zhooks.tensor.range_tensor import Origin, RangeTensor
 aten = torch.ops.aten
 
 
+# Element-wise, though torch does not tag them so.
+_LOCAL = {
+    aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.clone.default, aten._to_copy.default,
+    aten.zeros_like.default,
+    aten.ones_like.default, aten.empty_like.default, aten.full_like.default, aten.copy_.default, aten.lift_fresh.default,
+    aten.clamp_.default, aten.nan_to_num_.default, aten.masked_fill_.Scalar, aten.where.self, aten.positive.default,
+    aten.lerp_.Scalar, aten.lerp_.Tensor, aten.addcmul_.default, aten.addcdiv_.default, aten.copy.default,
+    aten.contiguous.default,
+    aten.masked_fill.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar,
+}  # fmt: skip
+
+
+def elementwise(func: Any) -> bool:
+    """Each element of the result comes from one element of every argument."""
+    return func in _LOCAL or torch.Tag.pointwise in func.tags
+
+
 def as_step(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, an optimizer's step that is called without what torch puts around one."""
 
@@ -379,7 +396,8 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def swap(value: Any, writes: bool = False) -> Any:
         if isinstance(value, RangeTensor):
             if writes or not readable_whole(value):
-                return refuse(func, value)
+                _check_shapes(func, args, kwargs)
+                return refuse(func, value, writes=writes)
             if not value._bound:
                 return value.full_tensor()
             return whole_of(value._bound.view(value._spec.index).detach())
@@ -409,14 +427,40 @@ def _copied_out(tensor: RangeTensor) -> ShardedOpError:
     )
 
 
-def refuse(func: Any, tensor: RangeTensor) -> Any:
+def refuse(func: Any, tensor: RangeTensor, *, writes: bool = False) -> Any:
     """Raise the error of an operation that needs more than a range."""
+    name, spec = func._schema.name.split("::")[1], tensor._spec
+    if writes:
+        advice = "To write it, use `with attachment.gathered(parameter, write=True):`, or copy_() the whole value."
+    elif stepping():
+        advice = "Its optimizer needs whole parameters. Use one that updates each element by itself (AdamW, SGD)."
+    elif tensor._origin is not None:
+        advice = "It was changed in place with values of this rank's own. Compute with the parameter's full_tensor()."
+    else:
+        advice = "It is a gradient or an optimizer state. Use its full_tensor(), on every rank."
     raise ShardedOpError(
-        f"{func._schema.name.split('::')[1]} on the sharded tensor of {tensor._spec.name} {tuple(tensor.shape)}: "
-        "expected an element-wise "
-        "operation or a total, found one that needs whole rows or matrices. Use another "
-        "optimizer, or full_tensor(); to write, use `with attachment.gathered(parameter, write=True):`."
+        f"{name} on the sharded tensor of {spec.name} {tuple(tensor.shape)}: expected an element-wise operation or a total, "
+        f"because a rank has a range of it; found one that needs whole rows or matrices. {advice}"
     )
+
+
+def _check_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """An element-wise operation whose tensors do not go together is not one that needs whole rows."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if not elementwise(func) or len(tensors) < 2 or all(isinstance(value, RangeTensor) for value in tensors):
+        return
+    found = next(value for value in tensors if isinstance(value, RangeTensor))
+    into = tensors[0].shape if func._schema.is_mutable else None
+    try:
+        shape = torch.broadcast_shapes(*(value.shape for value in tensors))
+    except RuntimeError:
+        shape = None
+    if shape is None or into not in (None, shape):
+        shapes = ", ".join(str(tuple(value.shape)) for value in tensors)
+        raise ShardedOpError(
+            f"{func._schema.name.split('::')[1]} with a gradient or a state of {found._spec.name} {tuple(found.shape)}: "
+            f"expected tensors of one shape, found {shapes}. Check states that were loaded or made for another parameter."
+        )
 
 
 class ReadOnly(torch.Tensor):

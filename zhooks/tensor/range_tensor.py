@@ -351,8 +351,10 @@ def refuse_gradients(tensor: RangeTensor) -> None:
 def range_alone(what: str, tensor: RangeTensor) -> ShardedOpError:
     """The refusal of a writer that would take this rank's range for the tensor."""
     spec = tensor._spec
-    here = "all" if tensor._local.numel() == spec.numel else str(tensor._local.numel())
-    found = f"one rank's range of the model, here {here} of its {spec.numel} elements"
+    here = tensor._local.numel()
+    found = f"one rank's range of it, {here} of {spec.numel} elements"
+    if here == spec.numel:
+        found = f"one rank's range of the model, which has all {here} elements of this parameter and lacks others"
     if not spec.group.sharded and spec.place is None:
         found = "it in memory it shares with its unit"
     through, folder = "torch.save, safetensors", ""

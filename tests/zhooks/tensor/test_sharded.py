@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 import zhooks
 from tests.support.inside import comm_of
 from tests.support.on_ranks import on_ranks, place
-from tests.support.values import grad_of, sharded
+from tests.support.values import full, grad_of, same, sharded
 
 STAGES = (0, 1, 2, 3)
 
@@ -435,3 +436,47 @@ def test_a_list_and_an_array_of_a_gradient_are_refused() -> None:
         for read in (grad.tolist, grad.numpy, grad.__array__):
             with pytest.raises(zhooks.ShardedOpError, match=r"linear\.weight"):
                 read()
+
+
+@on_ranks(1, 2, stage=(0, 3))
+def test_a_state_of_another_shape_is_named_with_both_shapes_before_anything_is_updated(stage: int) -> None:
+    other, model = nn.Linear(4, 4), nn.Linear(4, 6)
+    theirs = torch.optim.AdamW(other.parameters())
+    other(torch.ones(1, 4)).sum().backward()
+    theirs.step()
+    attachment = zhooks.attach(model, policy={"stage": stage})
+    before = full(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(theirs.state_dict())
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(zhooks.CheckpointError, match=r"AdamW.step: .*exp_avg of weight .*\(6, 4\), found \(4, 4\)"):
+        optimizer.step()
+    assert same(full(model), before)
+    attachment.detach()
+
+
+@on_ranks(1, 2)
+def test_an_error_says_what_really_failed() -> None:
+    model, _, _ = attached()
+    grad = grad_of(model.linear.weight)
+    with torch.no_grad():
+        for read, said in {
+            (lambda: torch.ones(3, 3).lerp_(grad, 0.5)): r"tensors of one shape, found \(3, 3\), \(5, 6\)",
+            (lambda: grad.mean(0)): r"full_tensor\(\), on every rank",
+            (lambda: model.linear.weight.cumsum_(0)): r"write=True",
+        }.items():
+            with pytest.raises(zhooks.ShardedOpError, match=said) as raised:
+                read()
+            assert "optimizer needs" not in str(raised.value) and "linear.weight" in str(raised.value)
+
+
+@on_ranks(1)
+def test_tracing_an_attached_model_is_refused_and_it_trains_on() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    attachment = zhooks.attach(model)
+    with warnings.catch_warnings(), pytest.raises(zhooks.ShardedOpError, match=r"torch.jit.trace of .*detach\(\), trace"):
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.trace(model, torch.ones(1, 4))
+    model(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert attachment.detach() is model
