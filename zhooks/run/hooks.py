@@ -95,7 +95,7 @@ class Before(Hook):
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._given.append(None)
-        if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+        if torch.jit.is_tracing():
             raise ShardedOpError(
                 f"torch.jit.trace of {self.where or 'the model'}: expected a plain model, found an attached one, whose "
                 "gathered values a trace would keep as constants. Call attachment.detach(), trace the model, attach again."

@@ -491,5 +491,5 @@ def _read_only(out: Any, source: Any) -> Any:
     """What was read: a view of the gathered value stays read-only, a new value is plain."""
     if not isinstance(out, Tensor) or not isinstance(source, Tensor):
         return out
-    address = torch._C._storage_address
+    address = torch._C._storage_address  # type: ignore[attr-defined]
     return out.as_subclass(ReadOnly if address(out) == address(source) else Tensor)

@@ -292,8 +292,10 @@ def _array(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     tensor = args[0]
     if not readable_whole(tensor):
         return _refused(func, args, kwargs)
-    asks_to_detach = tensor.requires_grad and not kwargs.get("force")
-    array = func(torch.empty(0).requires_grad_() if asks_to_detach else tensor.full_tensor(), *args[1:], **kwargs)
+    if tensor.requires_grad and not kwargs.get("force"):
+        # torch's own error.
+        return func(torch.empty(0, dtype=tensor.dtype, device=tensor.device, requires_grad=True), *args[1:], **kwargs)
+    array = func(tensor.full_tensor(), *args[1:], **kwargs)
     array.flags.writeable = False
     return array
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zhooks
 from tests.support.on_ranks import folder, on_ranks
-from tests.support.values import full, same
+from tests.support.values import full, grad_of, same
 
 
 class Spectral(nn.Module):
@@ -107,8 +107,8 @@ def test_pairs_of_numbers_of_a_complex_gradient_are_those_of_the_whole() -> None
         net(torch.ones(2, 3, 6)).sum().backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         if theirs.is_complex():
-            pairs: Any = torch.view_as_real(ours.grad)
-            assert torch.equal(pairs.full_tensor(), torch.view_as_real(theirs.grad))
+            pairs: Any = torch.view_as_real(grad_of(ours))
+            assert torch.equal(pairs.full_tensor(), torch.view_as_real(grad_of(theirs)))
             with torch.no_grad():
                 assert torch.equal(torch.view_as_real(ours), torch.view_as_real(theirs))
                 assert ours.abs().max().item() == theirs.abs().max().item()
