@@ -319,6 +319,20 @@ def models_are_walked_by_tree(sources: list[Source]) -> list[str]:
     return findings
 
 
+#: A store of torch's; what asks one waits without a bound where the network is down.
+STORE = re.compile(r"torch\.distributed\.(\w+\.)*(_get_default_store|(TCP|File|Hash|Prefix)?Store)")
+
+
+def stores_only_in_their_file(sources: list[Source]) -> list[str]:
+    return [
+        here.finding(node, f"{name} outside zhooks/comm/group_store.py")
+        for here in of_packages(sources, "zhooks", "offload")
+        if not within(here, "zhooks/comm/group_store.py")
+        for node, name in uses(here)
+        if STORE.fullmatch(name)
+    ]
+
+
 HOOK = re.compile(
     r"register_(module_)?(forward|full_backward|backward)\w*hook\w*|saved_tensors_hooks"
     r"|register_post_accumulate_grad_hook|register_(optimizer_)?step_(pre|post)_hook|register_(pre|multi_grad_)?hook"

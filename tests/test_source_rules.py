@@ -29,6 +29,7 @@ from tests.source_rules import (
     private_names_are_for_own_tests,
     shared_things_are_no_tests,
     source,
+    stores_only_in_their_file,
     streams_only_in_device,
     suite,
 )
@@ -66,6 +67,10 @@ def test_factories_name_device_and_dtype() -> None:
 
 def test_models_are_walked_by_tree() -> None:
     keeps(models_are_walked_by_tree)
+
+
+def test_the_store_of_a_process_group_is_asked_only_in_its_file() -> None:
+    keeps(stores_only_in_their_file)
 
 
 def test_hooks_are_installed_only_in_their_files() -> None:
@@ -156,6 +161,13 @@ BROKEN: list[tuple[Rule, str, str, str]] = [
     (factories_name_device_and_dtype, "offload/pages.py", "from torch import zeros\nzeros(1, device='cpu')", ":2: torch.zeros"),
     (models_are_walked_by_tree, "zhooks/unit/unit.py", "list(model.parameters())", ":1: .parameters() past"),
     (models_are_walked_by_tree, "zhooks/unit/unit.py", "for m in self.model.modules(): ...", ":1: .modules() past"),
+    (
+        stores_only_in_their_file,
+        "zhooks/comm/rendezvous.py",
+        "from torch.distributed import distributed_c10d as c\nc._get_default_store().check(['key'])",
+        ":2: torch.distributed.distributed_c10d._get_default_store",
+    ),
+    (stores_only_in_their_file, "zhooks/attach.py", "import torch.distributed as d\nd.TCPStore('h', 1)", ":2: torch.dist"),
     (hooks_only_in_their_files, "zhooks/unit/unit.py", "m.register_forward_pre_hook(f)", ":1: .register_forward_pre_hook"),
     (hooks_only_in_their_files, "zhooks/unit/unit.py", "m.register_full_backward_hook(f)", ":1: .register_full_backward"),
     (hooks_only_in_their_files, "zhooks/unit/unit.py", "p.register_post_accumulate_grad_hook(f)", ":1: .register_post_ac"),
@@ -285,6 +297,8 @@ SOUND: list[tuple[Rule, str, str]] = [
     (packages_point_down, "zhooks/unit/unit.py", "from zhooks.comm import Call\nfrom zhooks.unit.flat import Flat"),
     (collectives_only_in_comm, "zhooks/comm/p2p.py", "import torch.distributed as d\nd.all_reduce(t)"),
     (collectives_only_in_comm, "zhooks/grad/gradient.py", "comm.all_reduce(t)\nimport torch.distributed as d\nd.get_rank()"),
+    (stores_only_in_their_file, "zhooks/comm/group_store.py", "from torch.distributed import TCPStore"),
+    (stores_only_in_their_file, "zhooks/unit/unit.py", "from offload.store import Store\nstore.check()"),
     (hooks_only_in_their_files, "zhooks/run/hooks.py", "m.register_forward_hook(f)"),
     (hooks_only_in_their_files, "zhooks/tensor/sharded.py", "overridden = {Tensor.register_hook: f}"),
     (streams_only_in_device, "offload/device/cuda.py", "import torch\ntorch.cuda.Stream()"),

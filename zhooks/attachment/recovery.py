@@ -97,9 +97,8 @@ class Recovering:
             under_way = "a backward that updates" if self._runtime.updated_early else self._steps.under_way
             lost = self._runtime.abandon() or self._runtime.reducer.holds
             saving = self._saving is not None and not self._saving.concluded
-            meeting = Meeting("recover", "for time {0}")
             # The others may have begun to wait for this rank just now, and come when they have given it up.
-            meeting.timeout_s = 2 * self.policy.comm.timeout_s
+            meeting = Meeting("recover", 2 * self.policy.comm.timeout_s)
             stands: dict[str, Any] = {"steps": self._steps.count, "under way": under_way, "lost": lost, "apart": self._apart}
             stands |= {"behind": self._steps.behind, "saving": saving, "scale": self._runtime.scaling.saved()}
             stands["cause"] = "" if verdict is None else verdict.found

@@ -17,11 +17,12 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakMethod
 
 from offload.errors import DivergenceError
 from offload.text import plural
+from zhooks.comm.group_store import GroupStore, StoreLost, advice
 from zhooks.comm.processes import Process, ended
 from zhooks.comm.progress import Progress, describe_evaluations, describe_progress
 from zhooks.comm.transport import Call
@@ -30,6 +31,8 @@ from zhooks.layout import Axis
 #: How long a roll call waits for ranks that may be alive, at most; see Note [Roll call].
 GRACE_S = 2.0
 _PAUSE_S = 0.02
+#: How long the store may take for an answer: in a roll call, and while this rank waits for something else.
+_ANSWER_S, _POLL_S = 5.0, 0.5
 _METHODS = "call save, load, detach and the like on all ranks"
 _ON_ALL = f"{_METHODS}, not under `if rank == 0:`"
 _EVALUATE = (
@@ -39,6 +42,10 @@ _EVALUATE = (
 _SLOW = "If a rank is only slow, raise [comm] timeout_s."
 #: What to do where all ranks are alive.
 _TO_CONTINUE = "To continue, call attachment.recover() on every rank."
+_ONCE_BACK = (
+    "Once it answers again, call attachment.recover() on every rank; if it does not, end the processes and load the last "
+    "checkpoint in new ones."
+)
 #: What has become of a rank whose process has ended.
 GONE = "gone: killed, stopped by an error of its own, or at the end of its script"
 
@@ -66,20 +73,20 @@ class Interrupted(Protocol):
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What all ranks raise: ``kind`` is "gone", "late", "apart" (all are here, in different calls) or "open" (all are here, and
-    did not meet); ``progress`` is that of the ranks that are left, and ``on_all`` what to do on all ranks, in words."""
+    did not meet); or "cut": this rank does not reach the store, and raises what it knows alone.
+
+    Attributes:
+        who: the ranks that are gone or late, in words.
+        progress: that of the ranks that are left, in words.
+        on_all: what to do on all ranks, in words; of a rank that is cut off, what to do.
+    """
 
     kind: str
-    ranks: tuple[int, ...]
+    who: str
     found: str
     within_s: float = 0.0
     progress: str = ""
     on_all: str = _ON_ALL
-
-    @property
-    def who(self) -> str:
-        numbers = [str(rank) for rank in self.ranks]
-        listed = numbers[0] if len(numbers) == 1 else f"{', '.join(numbers[:-1])} and {numbers[-1]}"
-        return f"{plural(len(numbers), 'rank')} {listed}"
 
     def error(self, call: Call, axis: Axis) -> DivergenceError:
         """In the words of a rank that was in ``call``."""
@@ -87,11 +94,13 @@ class Verdict:
         expected = f"rank {me} in {call.what} {call.key}: expected every rank of axis {axis.name} to make the same call"
         if self.kind == "gone":
             why = f"{expected}, found {self.who} {GONE}{self.found}. {own_output(self.on_all)}"
+        elif self.kind == "cut":
+            why = f"{expected} within {self.within_s} s, found that {self.found}. {self.on_all}"
         elif self.kind == "apart":
             why = f"{expected}, found that {self.found}. {same_calls(self.on_all)} {_TO_CONTINUE}"
         else:
             alive = ", found that all ranks are alive, but their calls did not finish"
-            late = f" within {self.within_s} s, found {self.who} late" if self.ranks else alive
+            late = f" within {self.within_s} s, found {self.who} late" if self.who else alive
             why = f"{expected}{late}; {self.found}. {same_calls(self.on_all)} {_SLOW} {_TO_CONTINUE}"
         return DivergenceError(f"{why} {self.progress}".rstrip())
 
@@ -109,7 +118,8 @@ class AgreedFailure:
         processes: of all ranks.
     """
 
-    def __init__(self, store: Any, at: str, rank: int, processes: Mapping[int, Process], timeout_s: float) -> None:
+    def __init__(self, store: GroupStore, at: str, rank: int, processes: Mapping[int, Process], timeout_s: float) -> None:
+        store.timeout_s = min(_ANSWER_S, timeout_s / 4)
         self._store, self._root, self.rank, self.processes = store, at, rank, dict(processes)
         self.timeout_s, self._transports = timeout_s, list[Interrupted]()
         self.epoch = 0
@@ -146,7 +156,13 @@ class AgreedFailure:
 
         What ranks of other axes do at their end is nothing that a wait here depends on.
         """
-        return self.verdict is not None or bool(self._ended(axis.ranks)) or self._has("open")
+        if self.verdict is not None or self._ended(axis.ranks):
+            return True
+        try:
+            return self._store.has(f"{self._at}/open", _POLL_S)
+        except StoreLost as lost:
+            # What this rank waits for may come all the same.
+            return lost.closed
 
     def fail(self, call: Call, axis: Axis, found: str, *, kind: str = "late", suspects: Iterable[int] = ()) -> DivergenceError:
         """The error of a wait that failed here, the same on all ranks that are left.
@@ -161,28 +177,53 @@ class AgreedFailure:
                 transport.interrupt()
             waited = sorted(set(suspects) or set(axis.ranks) - {self.rank})
             try:
-                self.verdict = self._call_roll(call, kind, found, waited)
-            except RuntimeError as error:  # the store is gone, with the rank that served it
-                over = self._ended(waited)
-                lost = f"; the process group's store is gone: {str(error).splitlines()[0]}"
-                self.verdict = Verdict("gone", over or tuple(waited), lost if not over else "", self.timeout_s)
+                self.verdict = self._call_roll(call, axis, kind, found, waited)
+            except StoreLost as lost:
+                self.verdict = self._cut_off(axis, lost, waited if kind == "gone" and suspects else ())
         return self.verdict.error(call, axis)
 
-    def _call_roll(self, call: Call, kind: str, found: str, waited: list[int]) -> Verdict:
+    def _call_roll(self, call: Call, axis: Axis, kind: str, found: str, waited: list[int]) -> Verdict:
         at = self.progress()
         progress = None if at is None else asdict(at)
         # Steps of a method of the attachment are called "save: ..." and the like.
-        self._say(f"here {self.rank}", json.dumps([kind, found, waited, progress, ": " in call.what]))
-        self._say("open", "")
-        deadline = time.monotonic() + grace_of(self.timeout_s)
-        while not self._has("verdict"):
-            here = [rank for rank in self.processes if self._has(f"here {rank}")]
+        said = [kind, found, waited, progress, ": " in call.what, axis.ranks]
+        self._store.set(f"{self._at}/here {self.rank}", json.dumps(said))
+        self._store.set(f"{self._at}/open", "yes")
+        deadline, here = time.monotonic() + grace_of(self.timeout_s), set[int]()
+        while not self._store.has(f"{self._at}/verdict"):
+            here |= {rank for rank in self.processes if rank not in here and self._store.has(f"{self._at}/here {rank}")}
             if self._ended(waited) or len(here) == len(self.processes) or time.monotonic() > deadline:
-                self._decide(here)
+                self._decide(sorted(here))
                 break
             time.sleep(_PAUSE_S)
-        said = json.loads(bytes(self._store.get(f"{self._at}/verdict")).decode())
-        return Verdict(said[0], tuple(said[1]), *said[2:])
+        return Verdict(*json.loads(self._store.get(f"{self._at}/verdict")))
+
+    def _cut_off(self, axis: Axis, lost: StoreLost, parted: Iterable[int]) -> Verdict:
+        """What this rank knows without the store; ``parted``: ranks that have closed their connections."""
+        over = self._ended(axis.ranks)
+        if over and lost.closed:
+            return Verdict("gone", self._named(over), "")
+        elsewhere = [rank for rank in axis.ranks if self.processes[rank].is_elsewhere()]
+        closed = [rank for rank in elsewhere if rank in parted]
+        unknown = [rank for rank in elsewhere if rank not in parted]
+        found = [lost.found]
+        # A rank here that has ended may have ended by this very error.
+        found += [f"{self._named(over)} ended"] if over else []
+        found += [f"{self._named(closed)} closed the connection"] if closed else []
+        found += [f"nothing is known of {self._named(unknown)}"] if unknown else []
+        what = ", and ".join(found)
+        remedy = advice(lost.closed) if lost.closed else f"{advice(lost.closed)} {_ONCE_BACK}"
+        at = self.progress()
+        progress = "" if at is None else describe_progress({self.rank: at})
+        return Verdict("cut", "", what, self.timeout_s, progress, remedy)
+
+    def _named(self, ranks: Iterable[int]) -> str:
+        """Their numbers in words, and where there are several hosts, theirs."""
+        numbers = [str(rank) for rank in ranks]
+        listed = numbers[0] if len(numbers) == 1 else f"{', '.join(numbers[:-1])} and {numbers[-1]}"
+        several = len({process.machine for process in self.processes.values()}) > 1
+        hosts = dict.fromkeys(self.processes[int(rank)].host for rank in numbers) if several else {}
+        return f"{plural(len(numbers), 'rank')} {listed}{' on ' if hosts else ''}{' and '.join(hosts)}"
 
     def _ended(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Those whose processes have."""
@@ -192,34 +233,36 @@ class AgreedFailure:
         """Write down what is known; the first who does is heard by all."""
         if self._store.add(f"{self._at}/decided", 1) != 1:
             return
-        seen = {rank: json.loads(bytes(self._store.get(f"{self._at}/here {rank}")).decode()) for rank in here}
+        seen = {rank: json.loads(self._store.get(f"{self._at}/here {rank}")) for rank in here}
         waited = {rank for _, _, ranks, *_ in seen.values() for rank in ranks}
-        missing, over = tuple(sorted(waited - set(here))), self._ended(waited)
+        # Who waits for the one that is lost says nothing of others that are lost with it.
+        silent = {rank for *_, ranks in seen.values() for rank in ranks} - set(here)
+        missing, over = sorted(waited & silent), self._ended(waited)
         kinds = {kind for kind, *_ in seen.values()}
         apart = next((said[1] for said in seen.values() if said[0] == "apart"), "")
         # Who gave up first; connections are closed to those whom that reaches.
         mine = next((said[1] for said in seen.values() if said[0] == "late"), seen[self.rank][1])
         if over:
-            verdict = Verdict("gone", over, "")
+            verdict = Verdict("gone", self._named(self._ended(waited | silent)), "")
         elif missing:
             # A connection that was closed and nobody there: on another machine that is how a rank ends.
-            closed = tuple(rank for rank in missing if any(k == "gone" and rank in ranks for k, _, ranks, *_ in seen.values()))
+            closed = [rank for rank in missing if any(k == "gone" and rank in ranks for k, _, ranks, *_ in seen.values())]
             late = "late" in kinds or not closed
-            verdict = Verdict("late", missing, mine, self.timeout_s) if late else Verdict("gone", closed, f"; {mine}")
+            others = silent.difference(missing if late else closed)
+            mine += f"; nothing was heard of {self._named(sorted(others))} either" if others else ""
+            verdict = (
+                Verdict("late", self._named(missing), mine, self.timeout_s)
+                if late
+                else Verdict("gone", self._named(closed), f"; {mine}")
+            )
         elif apart:
-            verdict = Verdict("apart", (), apart)
+            verdict = Verdict("apart", "", apart)
         else:
-            verdict = Verdict("open", (), mine)
+            verdict = Verdict("open", "", mine)
         progress = {rank: Progress(**said[3]) for rank, said in seen.items() if said[3] is not None}
         evaluations = describe_evaluations(progress, self.processes)
         methods = f"; {_METHODS}, too" if any(said[4] for said in seen.values()) else ""
         on_all = f"{_EVALUATE}{methods}" if evaluations else _ON_ALL
         words = f"{evaluations} {describe_progress(progress)}".strip()
-        self._say("verdict", json.dumps([verdict.kind, verdict.ranks, verdict.found, verdict.within_s, words, on_all]))
-
-    def _say(self, what: str, text: str) -> None:
-        # An empty value is no value to some stores.
-        self._store.set(f"{self._at}/{what}", text or "yes")
-
-    def _has(self, what: str) -> bool:
-        return bool(self._store.check([f"{self._at}/{what}"]))
+        said = [verdict.kind, verdict.who, verdict.found, verdict.within_s, words, on_all]
+        self._store.set(f"{self._at}/verdict", json.dumps(said))

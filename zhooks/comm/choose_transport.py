@@ -307,14 +307,18 @@ def _group(
         options["device_id"] = device
         if channel == CONTROL and "cpu" not in known:
             backend = f"cpu:gloo,{device.type}:{known[device.type]}"
-    mine = None
+
+    def make() -> list[object]:
+        return [dist.new_group(list(ranks), backend=backend, **options) for ranks in axis.siblings]
+
     if meeting is not None:
         # The backend's own wait sees no rank that has ended: nobody begins before all are here.
         meeting.agree(f"groups of {axis.name_among}, channel {channel}")
     try:
-        for ranks in axis.siblings:
-            group = dist.new_group(list(ranks), backend=backend, **options)
-            mine = group if axis.ranks == ranks else mine
+        # On a GPU it is for this thread that the device is chosen.
+        made = meeting.connect(make) if meeting is not None and device.type == "cpu" else make()
+    except DivergenceError:
+        raise
     except RuntimeError as error:
         if failure is not None:
             found = f"the backend said: {str(error).splitlines()[0]}"
@@ -323,5 +327,6 @@ def _group(
             f"rank {axis.ranks[axis.rank]} in attach: expected all ranks {list(axis.ranks)} of axis {axis.name} to connect, "
             f"found: {str(error).splitlines()[0]} Look at the other ranks' own errors first."
         ) from error
+    mine = made[list(axis.siblings).index(axis.ranks)]
     assert isinstance(mine, dist.ProcessGroup)
     return mine

@@ -102,10 +102,12 @@ class BackendWork:
             patience_s = self._waits.patience_s or 0.0
             deadline = time.monotonic() + patience_s
             for place, work in enumerate(works):
-                self._wait(work, deadline, self._peers[place : place + 1])
+                self._wait(work, deadline, self._peers[place : place + 1], works[place + 1 :])
         self._keep = []
 
-    def _wait(self, work: dist.Work, deadline: float | None, peers: Sequence[int]) -> None:
+    def _wait(
+        self, work: dist.Work, deadline: float | None, peers: Sequence[int], later: Sequence[dist.Work] = ()
+    ) -> None:
         try:
             if deadline is None:
                 work.wait()
@@ -117,7 +119,21 @@ class BackendWork:
         except DivergenceError:
             raise
         except RuntimeError as error:
-            raise self._waits.failed(self._call, error, peers) from error
+            parted = self._parted(later) if peers and _PARTED.search(str(error)) else []
+            raise self._waits.failed(self._call, error, [*peers, *parted]) from error
+
+    def _parted(self, later: Sequence[dist.Work]) -> list[int]:
+        """Whose connections are closed as well: a host's ranks are lost together."""
+        found: list[int] = []
+        for work, peer in zip(later, self._peers[-len(later) :], strict=False):
+            try:
+                work.wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if _PARTED.search(str(error)) is None:
+                    # A wait that runs out closes the others, too.
+                    break
+                found.append(peer)
+        return found
 
     def _look(self, work: dist.Work, deadline: float, failure: AgreedFailure) -> None:
         """Wait for a collective, in slices: ranks that wait for this one's peers may know more."""

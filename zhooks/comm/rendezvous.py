@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from offload import errors
 from offload.errors import AttachError, DivergenceError, ZhooksError
 from offload.policy import Policy
 from offload.shards import launched_among
 from zhooks.comm.agreed_failure import GONE, OWN_OUTPUT, AgreedFailure
+from zhooks.comm.group_store import GroupStore, StoreLost
 from zhooks.comm.processes import Process, ended
 from zhooks.comm.virtual_group import BACKEND
 
 __all__ = ["Facts", "Meeting", "difference", "error_of", "meet", "policy_facts", "refuse_unconnected", "refused_by_all"]
 
+T = TypeVar("T")
 #: What a rank knows of one subject: its keys, and their values as text.
 Facts = dict[str, str]
 #: How to make a subject the same on every rank.
@@ -49,6 +51,14 @@ _COMPARISON = "comparison of settings"
 _OWN_TABLES = ("budget", "disk", "host")
 #: Keys that may differ: each host may have its own.
 _OWN_KEYS = ("resilience.memory",)
+#: What a rank that is missing has not done, and what to do, where a call is not ``attach``.
+_NOT_COME = {
+    "recover": (
+        "call recover()",
+        "A rank that is cut off cannot, nor one that has ended: then load the last checkpoint in new processes.",
+    ),
+    "apply": ("move to the same mesh", "Call apply(mesh=...) on every rank, or raise [comm] timeout_s."),
+}
 #: What stages of a pipeline, which have policies of their own, share with each other all the same.
 _SHARED_TABLES = ("comm",)
 
@@ -58,15 +68,13 @@ class Meeting:
 
     Args:
         verb: the call: "attach", "recover", or "apply" where an attachment moves to another mesh.
-        noun: what each rank has counted that it does it to.
-    Attributes:
         timeout_s: how long one wait may take; ``compare`` takes the policy's.
     """
 
-    def __init__(self, verb: str = "attach", noun: str = "model {0} of its process") -> None:
-        self._store = distributed_c10d._get_default_store()
-        self._world, self._rank, self._verb, self._noun = dist.get_world_size(), dist.get_rank(), verb, noun
-        self.timeout_s = Policy().comm.timeout_s
+    def __init__(self, verb: str = "attach", timeout_s: float | None = None) -> None:
+        self._world, self._rank, self._verb = dist.get_world_size(), dist.get_rank(), verb
+        timeout_s = Policy().comm.timeout_s if timeout_s is None else timeout_s
+        self._store = GroupStore.of_all(f"rank {self._rank} in {verb}", timeout_s)
         # By the number of ranks: a launcher's store may still have the counts of ranks that it has started again since.
         self._counted = f"zhooks/{verb}/{self._world} ranks"
         self._count = self._store.add(f"{self._counted}/of {self._rank}", 1)
@@ -75,11 +83,21 @@ class Meeting:
         self._processes: dict[int, Process] = {}
         self.say("process", Process.here().text())
 
+    @property
+    def timeout_s(self) -> float:
+        """How long one wait may take, and an answer of the store."""
+        return self._store.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._store.timeout_s = timeout_s
+
     def met(self, timeout_s: float) -> AgreedFailure:
         """What all ranks, which have come to ``compare``, agree on when one of them is gone or late."""
         keys = [f"{self._at}/process/{rank}" for rank in range(self._world)]
-        self._processes = {rank: Process.of(bytes(self._store.get(key)).decode()) for rank, key in enumerate(keys)}
-        return AgreedFailure(self._store, self._at, self._rank, self._processes, timeout_s)
+        self._processes = {rank: Process.of(self._store.get(key)) for rank, key in enumerate(keys)}
+        store = GroupStore.of_all(f"rank {self._rank}", timeout_s)
+        return AgreedFailure(store, self._at, self._rank, self._processes, timeout_s)
 
     def say(self, what: str, text: str) -> None:
         """Leave ``text`` for whoever asks for ``what`` of this rank."""
@@ -93,7 +111,7 @@ class Meeting:
         """
         key = f"{self._at}/{what}/{rank}"
         self._wait(key, what)
-        return bytes(self._store.get(key)).decode()
+        return self._store.get(key)
 
     def arrive(self, places: Iterable[str]) -> None:
         """This rank is one of each of these places; the others know once they have come to ``agree`` or ``compare``."""
@@ -117,7 +135,7 @@ class Meeting:
         if self._store.add(f"{at}/arrived", 1) == self._world:
             self._store.set(f"{at}/everybody", "here")
         self._wait(f"{at}/everybody", what)
-        return bytes(self._store.get(f"{at}/problem")).decode() if self._store.add(f"{at}/problems", 0) else ""
+        return self._store.get(f"{at}/problem") if self._store.add(f"{at}/problems", 0) else ""
 
     def compare(self, everywhere: Mapping[str, Facts], stage: Mapping[str, Facts], leader: int, timeout_s: float) -> None:
         """Every rank has the first rank's facts, and those of its own stage its leader's, by subject.
@@ -147,12 +165,16 @@ class Meeting:
         why = why if len(why) <= _MOST_TEXT else f"{why[:_MOST_TEXT]}..."
         at = f"{self._at}/{_COMPARISON}"
         # The store may be gone with the rank that served it; this rank's own error is what matters here.
-        with suppress(RuntimeError):
+        with suppress(StoreLost):
             self._store.add(f"{self._at}/steps/{self._rank}", 1)
             if self._store.add(f"{at}/problems", 1) == 1:
                 self._store.set(f"{at}/problem", f"{type(error).__name__}\nrank {self._rank}: {why}")
             self._store.set(f"{at}/everybody", "here")
             self.say("settings", json.dumps([]))
+
+    def connect(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns or raises, which connects ranks that have agreed to, by torch's own calls of the store."""
+        return self._store.within(make)
 
     def _wait(self, key: str, what: str) -> None:
         """Ask for the key until it is there: of a wait in the store that runs out, torch prints warnings on every rank."""
@@ -160,65 +182,67 @@ class Meeting:
         pause = _FIRST_PAUSE_S
         longest = min(_PAUSE_S, max(_FIRST_PAUSE_S, _PAUSE_A_RANK_S * self._world))
         while True:
-            failed = None
+            lost = None
             try:
-                if self._store.check([key]):
+                if self._store.has(key, max(LOOK_S, began + self.timeout_s - time.monotonic())):
                     return
-            except RuntimeError as error:  # the store is gone, with the rank that served it
-                failed = error
+            except StoreLost as error:
+                lost = error
             now = time.monotonic()
             late = now - began >= self.timeout_s
-            if failed is not None or late or now - looked >= LOOK_S:
+            if lost is not None or late or now - looked >= LOOK_S:
                 looked = now
                 over = self._ended()
                 if over:
-                    raise DivergenceError(
-                        f"rank {self._rank} in {self._verb}: expected every rank to reach the {what}, found "
-                        f"{' and '.join(f'rank {rank}' for rank in over)} {GONE}. {OWN_OUTPUT}"
-                    ) from failed
-                if failed is not None or late:
-                    raise DivergenceError(self._absent(what, failed)) from failed
+                    raise self._absent("gone", dict.fromkeys(over, 0), what) from lost
+                if lost is not None:
+                    raise lost
+                if late:
+                    raise self._absent(*self._missing(), what)
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
     def _ended(self) -> list[int]:
-        """Ranks that had come to this meeting, and whose processes have ended; of those the first that were seen so.
-
-        Others end because they have seen it.
-        """
-        try:
+        """Ranks that had come to this meeting, and whose processes have ended."""
+        with suppress(StoreLost):
             for rank in range(self._world):
                 key = f"{self._at}/process/{rank}"
-                if rank not in self._processes and self._store.check([key]):
-                    self._processes[rank] = Process.of(bytes(self._store.get(key)).decode())
-            over = ended(self._processes)
-            if over and self._store.add(f"{self._at}/gone/seen", 1) == 1:
-                self._store.set(f"{self._at}/gone/ranks", json.dumps(over))
-            return json.loads(bytes(self._store.get(f"{self._at}/gone/ranks")).decode()) if over else []
-        except RuntimeError:  # the store is gone, with the rank that served it
-            return ended(self._processes)
+                if rank not in self._processes and self._store.has(key):
+                    self._processes[rank] = Process.of(self._store.get(key))
+        return ended(self._processes)
 
-    def _absent(self, what: str, failed: RuntimeError | None) -> str:
-        expected = f"rank {self._rank} in {self._verb}: expected every rank to"
-        try:
-            every = range(self._world)
-            attached = {other: self._store.add(f"{self._counted}/of {other}", 0) for other in every}
-            steps = {other: self._store.add(f"{self._at}/steps/{other}", 0) for other in every}
-        except RuntimeError as error:  # the store is gone, with the rank that served it
-            attached, steps, failed = {}, {}, failed or error
-        fewer = ", ".join(f"rank {other}: {number}" for other, number in attached.items() if number < self._count)
-        if fewer:
-            return (
-                f"{expected} {self._verb} {self._noun.format(self._count)} within {self.timeout_s} s, found a lower number on "
-                f"some ({fewer}). Attach the same number of models on every rank, pipeline stages included, in the same order, "
-                "or raise [comm] timeout_s."
+    def _missing(self) -> tuple[str, dict[int, int]]:
+        """Ranks that have not come: with how often they made this call, or how many steps of it."""
+        calls = {rank: self._store.add(f"{self._counted}/of {rank}", 0) for rank in range(self._world)}
+        steps = {rank: self._store.add(f"{self._at}/steps/{rank}", 0) for rank in range(self._world)}
+        fewer = {rank: number for rank, number in calls.items() if number < self._count}
+        return ("fewer", fewer) if fewer else ("late", {rank: each for rank, each in steps.items() if each < self._steps})
+
+    def _absent(self, kind: str, ranks: dict[int, int], what: str) -> DivergenceError:
+        """What the first rank that gives up has found, on all that do: others end because it has."""
+        with suppress(StoreLost):
+            if self._store.add(f"{self._at}/given up", 1) == 1:
+                self._store.set(f"{self._at}/found", json.dumps([kind, list(ranks.items())]))
+            kind, found = json.loads(self._store.get(f"{self._at}/found"))
+            ranks = dict(found)
+        me, within = f"rank {self._rank} in {self._verb}: expected every rank to", f"within {self.timeout_s} s"
+        named = [f"rank {rank}{', this one,' if rank == self._rank else ''}" for rank in ranks]
+        if kind == "gone":
+            return DivergenceError(f"{me} reach the {what}, found {' and '.join(named)} {GONE}. {OWN_OUTPUT}")
+        if kind == "fewer" and self._verb in _NOT_COME:
+            call, remedy = _NOT_COME[self._verb]
+            return DivergenceError(f"{me} {call} {within}, found that {' and '.join(named)} did not. {remedy}")
+        if kind == "fewer":
+            numbers = ", ".join(f"rank {rank}: {number}" for rank, number in ranks.items())
+            return DivergenceError(
+                f"{me} attach model {self._count} of its process {within}, found a lower number on some ({numbers}). "
+                "Attach the same number of models on every rank, pipeline stages included, in the same order, or raise [comm] "
+                "timeout_s."
             )
-        late = ", ".join(f"rank {other}" for other, number in steps.items() if number < self._steps)
-        lost = f"that the process group's store said: {str(failed).splitlines()[0]}" if failed else "that this took longer"
-        found = f"that {late} did not" if late else lost
-        return (
-            f"{expected} reach the {what} within {self.timeout_s} s, found {found}. Look at that rank's own error first; "
-            "if it is merely slow, raise [comm] timeout_s."
+        late = f"that {', '.join(named)} did not" if named else "that this took longer"
+        return DivergenceError(
+            f"{me} reach the {what} {within}, found {late}. Look at that rank's own error first; if it is merely slow, raise "
+            "[comm] timeout_s."
         )
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import zhooks
 from zhooks.comm import CONTROL, Call
 from zhooks.comm.agreed_failure import AgreedFailure
+from zhooks.comm.group_store import GroupStore
 from zhooks.comm.lost_rank import BackendWork, Waits
 from zhooks.comm.processes import Process
 from zhooks.layout import Axis
@@ -40,7 +41,8 @@ class EndsBetween:
 
 
 def failure(rank: int = 0, store: Any = None) -> AgreedFailure:
-    return AgreedFailure(store or dist.HashStore(), "here", rank, {each: Process.here() for each in range(2)}, 1.0)
+    asked = GroupStore(store or dist.HashStore(), f"rank {rank}", 1.0)
+    return AgreedFailure(asked, "here", rank, {each: Process.here() for each in range(2)}, 1.0)
 
 
 def wait_for(work: Any, failure: AgreedFailure) -> None:

@@ -1,0 +1,148 @@
+"""The process group's store, with a bound on every answer; nothing else asks a store of torch.
+
+``rendezvous.py`` and ``agreed_failure.py`` speak through it, and ``choose_transport.py`` has torch make its groups through it.
+
+Note: [Silent stores]
+    A TCPStore's client sends a request and reads the answer, and no timeout of torch's holds for ``check``, ``add`` and
+    ``set``: over a connection whose cable was pulled it reads until the system gives the connection up, after about 15
+    minutes.  So each request runs on a thread of its own, and whoever asks waits for that one.  A client makes one request at
+    a time: one that was not answered is waited for before the next, and says since when the store is silent.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from torch.distributed import distributed_c10d
+
+from offload.errors import DivergenceError
+
+__all__ = ["GroupStore", "StoreLost", "advice"]
+
+T = TypeVar("T")
+_PAUSE_S = 0.02
+
+
+def advice(closed: bool) -> str:
+    """What to do about a store that is lost."""
+    if closed:
+        return "Look at the process and the host that served it. End the processes and load the last checkpoint in new ones."
+    return "Look at the network between this host and that one, and at that host."
+
+
+class StoreLost(DivergenceError):
+    """The store does not answer, or has closed the connection.
+
+    Attributes:
+        found: which store, and what was found of it.
+        closed: the connection is over; otherwise answers may come yet.
+    """
+
+    def __init__(self, who: str, where: str, found: str, *, closed: bool) -> None:
+        super().__init__(f"{who}: expected answers from {where}, found that it {found}. {advice(closed)}")
+        self.found, self.closed = f"{where} {found}", closed
+
+
+class GroupStore:
+    """A store of torch, as ``who`` ("rank 2 in attach") asks it.
+
+    Attributes:
+        timeout_s: how long an answer may take, where a request says nothing else.
+    """
+
+    def __init__(self, store: Any, who: str, timeout_s: float) -> None:
+        self._store, self.who, self.timeout_s = store, who, timeout_s
+        self._pending: _Request[Any] | None = None
+
+    @staticmethod
+    def of_all(who: str, timeout_s: float) -> GroupStore:
+        """That of the default process group."""
+        return GroupStore(distributed_c10d._get_default_store(), who, timeout_s)
+
+    def set(self, key: str, text: str) -> None:
+        """Keep ``text``, which must not be empty: to some stores that is no value."""
+        self._ask(lambda: self._store.set(key, text))
+
+    def add(self, key: str, amount: int) -> int:
+        """Count, and return what was counted so far."""
+        return self._ask(lambda: int(self._store.add(key, amount)))
+
+    def has(self, key: str, within_s: float | None = None) -> bool:
+        """Whether something is kept there."""
+        return self._ask(lambda: bool(self._store.check([key])), within_s)
+
+    def get(self, key: str) -> str:
+        """What is kept there, once something is.
+
+        Raises:
+            StoreLost: nothing is, within the time.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        # torch's own wait for a key keeps the client from every other request.
+        while not self.has(key):
+            if time.monotonic() > deadline:
+                raise self._lost(f"has kept nothing as {key!r} for {self.timeout_s:g} s")
+            time.sleep(_PAUSE_S)
+        return self._ask(lambda: bytes(self._store.get(key)).decode())
+
+    def within(self, request: Callable[[], T], within_s: float | None = None) -> T:
+        """What ``request``, in which torch asks the store, returns or raises.
+
+        Raises:
+            StoreLost: it, or one before it, is not answered within the time.
+        """
+        within_s = self.timeout_s if within_s is None else within_s
+        if self._pending is not None:
+            self._wait(self._pending, within_s)
+        asked = _Request(request)
+        self._pending = asked
+        self._wait(asked, within_s)
+        return asked.result()
+
+    def _ask(self, request: Callable[[], T], within_s: float | None = None) -> T:
+        """As ``within``, and StoreLost if the connection is over."""
+        try:
+            return self.within(request, within_s)
+        except StoreLost:
+            raise
+        except RuntimeError as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise self._lost(f"is gone: {said}", closed=True) from error
+
+    def _wait(self, asked: _Request[Any], within_s: float) -> None:
+        """For an answer, which is late ``within_s`` after it was asked for."""
+        if not asked.over.wait(max(0.0, asked.began + within_s - time.monotonic())):
+            raise self._lost(f"has not answered for {time.monotonic() - asked.began:.1f} s")
+        self._pending = None
+
+    def _lost(self, found: str, *, closed: bool = False) -> StoreLost:
+        store = self._store
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        at = f" at {store.host}:{store.port}" if hasattr(store, "host") else ""
+        return StoreLost(self.who, f"the process group's store{at}", found, closed=closed)
+
+
+class _Request(Generic[T]):
+    """A call on a thread of its own, a daemon: what never ends does not keep the program from ending."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self.began, self.over = time.monotonic(), threading.Event()
+        self._call, self._returned, self._error = call, list[T](), list[Exception]()
+        threading.Thread(target=self._run, name="zhooks-store", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._returned.append(self._call())
+        except Exception as error:
+            self._error.append(error)
+        self.over.set()
+
+    def result(self) -> T:
+        """What the call returned or raised, once it is over."""
+        for error in self._error:
+            raise error
+        return self._returned[0]
