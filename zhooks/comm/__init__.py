@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from offload.work import DONE, Work
-from zhooks.comm.agree import Agreement, SameGathers, disagreement, least, same_text, text_digest, text_of
+from zhooks.comm.agree import Agreement, SameGathers, disagreement, least, same_text, text_digest, text_of, texts_of
 from zhooks.comm.all_ranks import AllRanks, all_or_none, one_stage_a_path
 from zhooks.comm.alone import Alone
 from zhooks.comm.choose_transport import Comm, open_comm, reopen_comm
 from zhooks.comm.chunks import Chunk, chunks_of, even, gather, in_order, norms_of_runs, own_ranges, read
 from zhooks.comm.fetch_bytes import Move, Span, fetch
-from zhooks.comm.progress import LastInputs, Progress
+from zhooks.comm.progress import LastInputs, Progress, by_rank
 from zhooks.comm.rearrange import another_mesh, close_unused, rearranged
 from zhooks.comm.rendezvous import Facts, Meeting, meet, policy_facts, refuse_unconnected, refused_by_all
 from zhooks.comm.transport import CONTROL, GATHER, REDUCE, Call, Nbytes, Transport
@@ -40,6 +40,7 @@ __all__ = [
     "Work",
     "all_or_none",
     "another_mesh",
+    "by_rank",
     "check_no_group",
     "chunks_of",
     "close_unused",
@@ -66,4 +67,5 @@ __all__ = [
     "stages_on_paper",
     "text_digest",
     "text_of",
+    "texts_of",
 ]

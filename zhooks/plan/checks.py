@@ -20,13 +20,16 @@ from offload.errors import AttachError, CheckpointError
 from offload.policy import Policy
 from offload.text import counted, shown
 from zhooks import tree
-from zhooks.comm import CONTROL, Call, Comm, Transport, text_digest
+from zhooks.comm import CONTROL, Call, Comm, Transport, by_rank, text_digest, texts_of
 from zhooks.layout import Axis, Division, Group, Ignored, Mesh, is_divided, part_of
 from zhooks.optim import holders, holds, partitions
 from zhooks.plan.initialisers import is_meta
 from zhooks.run import Before, wrapper
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import loose_references
+
+#: So many parameters that differ between ranks are named.
+_NAMED = 2
 
 
 def check_arguments(optimizer: object, mesh: object, init: object, sync: object) -> None:
@@ -338,32 +341,39 @@ def check_same_model(groups: Sequence[Group], ignored: Ignored, world: Transport
     """Every rank attaches the same parameters in the same units, beside the same frozen tensor subclasses.  Collective.
 
     Raises:
-        AttachError: names, shapes, dtypes, requires_grad or units differ between ranks, or what a frozen subclass holds.
+        AttachError: names, shapes, dtypes, requires_grad or units differ between ranks, or what a frozen subclass holds; it
+            says what each rank has.
     """
     facts = [
-        (name, f"{number} {name} {tuple(param.shape)} {param.dtype} {param.requires_grad} {getattr(param, 'placements', '')}")
+        f"{name} {tuple(param.shape)} {param.dtype}, {'trainable' if param.requires_grad else 'frozen'}, in unit {number}"
+        f"{f', {placements}' if (placements := getattr(param, 'placements', '')) else ''}"
         for number, group in enumerate(groups)
         for name, param in group.params.items()
     ]
     if world.axis.world > 1:
         frozen = {name: one for name, one in ignored.frozen.items() if name in ignored.unnamed}
-        facts += [(name, f"{name} {one.kind}, which is frozen, checksum {one.checksum()}") for name, one in frozen.items()]
-    numbers = torch.tensor([len(facts), text_digest("\n".join(fact for _, fact in facts))], dtype=torch.int64, device="cpu")
+        facts += [f"{name} {one.kind}, which is frozen, checksum {one.checksum()}" for name, one in frozen.items()]
+    numbers = torch.tensor([len(facts), text_digest("\n".join(facts))], dtype=torch.int64, device="cpu")
     low, high = numbers.clone(), numbers.clone()
     world.all_reduce(Call(CONTROL, "compare models", "all parameters"), low, "min")
     world.all_reduce(Call(CONTROL, "compare models", "all parameters"), high, "max")
     if torch.equal(low, high):
         return
-    rank = world.axis.ranks[world.axis.rank]
+
+    def on_each_rank(text: str) -> str:
+        every = texts_of(world, Call(CONTROL, "compare models", "each rank"), text)
+        return by_rank(dict(zip(world.axis.ranks, every, strict=True)))
+
     if low[0] != high[0]:
-        found = f"{low[0]} to {high[0]} parameters ({len(facts)} on rank {rank})"
+        found = on_each_rank(counted(len(facts), "parameter"))
     else:
-        each = torch.tensor([text_digest(fact) for _, fact in facts], dtype=torch.int64, device="cpu")
+        each = torch.tensor([text_digest(fact) for fact in facts], dtype=torch.int64, device="cpu")
         least, most = each.clone(), each.clone()
         world.all_reduce(Call(CONTROL, "compare models", "each parameter"), least, "min")
         world.all_reduce(Call(CONTROL, "compare models", "each parameter"), most, "max")
-        differ = [fact for (_, fact), same in zip(facts, (least == most).tolist(), strict=True) if not same]
-        found = f"that {', '.join(differ[:3])} (as rank {rank} has them) differ"
+        differ = [fact for fact, same in zip(facts, (least == most).tolist(), strict=True) if not same]
+        found = "; ".join(on_each_rank(fact) for fact in differ[:_NAMED])
+        found += f"; and {counted(len(differ) - _NAMED, 'more parameter')}" if len(differ) > _NAMED else ""
     raise AttachError(f"attach: expected the same model and policy on every rank, found {found}. Build the same on all ranks.")
 
 
