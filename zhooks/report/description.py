@@ -55,7 +55,7 @@ def describe(
     in_rows = "" if flats == len(units) else f" in {counted(flats, 'flat buffer')} (rows)"
     lines.append(
         f"{counted(len(units), 'unit')}{in_rows}, {numel:,} elements{on_tp}, {padding:,} of padding "
-        f"({padding / max(1, numel):.3%}); {_axes(comm)}; transport {comm.shard.name}."
+        f"({padding / max(1, numel):.3%}); {_axes(comm)}; {_transports(comm)}."
     )
     if payload is not None:
         lines.append(f"According to the plan, a training step gathers and reduces {payload / 2**20:,.2f} MiB in all.")
@@ -85,6 +85,15 @@ def _axes(comm: Comm) -> str:
     sizes = [f"{name} x {axis.world}" for axis, name in (*data, *divided)]
     here = [f"{axis.rank} of {name}" for axis, name in divided]
     return ", ".join(sizes) + (f" (this is {', '.join(here)})" if here else "")
+
+
+def _transports(comm: Comm) -> str:
+    """The transport, by axis where they differ."""
+    used = [(comm.shard, SHARD), (comm.replicate, REPLICATE), (comm.tp, TP), (comm.pp, PP if comm.pipelined else EP)]
+    over = {name: transport.name for transport, name in used if transport.axis.world > 1}
+    if len(set(over.values())) > 1:
+        return "transports " + ", ".join(f"{transport} over {name}" for name, transport in over.items())
+    return f"transport {next(iter(over.values()), comm.shard.name)}"
 
 
 def _divided(units: Sequence[Unit], policy: Policy) -> list[str]:

@@ -12,7 +12,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,16 @@ def killed(run: Run) -> None:
         raise RuntimeError("lost")
     except RuntimeError:
         run.attachment.detach()
+
+
+@contextmanager
+def one_host_is_left(shrunk: bool = True) -> Iterator[None]:
+    """A job that had copies on other hosts is told that it has none any more, whatever its policy leaves out."""
+    if not shrunk:
+        yield
+        return
+    with pytest.warns(RuntimeWarning, match="expected 1 other host for copies, found 0"):
+        yield
 
 
 def placed(memory: str, hosts: int, tier: str) -> dict[str, Any]:
@@ -115,9 +125,10 @@ def test_ranks_that_are_started_again_go_on_bit_for_bit(world: int, hosts: int, 
     ranks(world).run(job(go_on), memory=str(memory), hosts=hosts)
 
 
-def state_of(memory: str, hosts: int, into: str, kind: str, tier: str) -> None:
+def state_of(memory: str, hosts: int, into: str, kind: str, tier: str, shrunk: bool) -> None:
     run = Run(placed(memory, hosts, tier), seed=1, kind=kind)
-    assert run.attachment.resume((), run.optimizer, objects=run.objects) == {"step": 3}
+    with one_host_is_left(shrunk):
+        assert run.attachment.resume((), run.optimizer, objects=run.objects) == {"step": 3}
     full = run.attachment.state_dict(run.optimizer)
     if run.attachment.rank == 0:
         torch.save(full, into)
@@ -143,7 +154,8 @@ def test_another_number_of_ranks_loads_the_same_state(
     ranks(before).run(job(save_on), memory=str(memory), hosts=before, kind=kind, tier=tier)
     for world, name in ((before, "one"), (after, "other")):
         where = str(tmp_path / name)
-        ranks(world).run(job(state_of), memory=str(memory), hosts=world, into=where, kind=kind, tier=tier)
+        how: dict[str, Any] = {"into": where, "kind": kind, "tier": tier, "shrunk": world == 1 < before}
+        ranks(world).run(job(state_of), memory=str(memory), hosts=world, **how)
     one, other = (torch.load(tmp_path / name, weights_only=True) for name in ("one", "other"))
     assert list(one["model"]) == list(other["model"])
     assert all(torch.equal(one["model"][name], other["model"][name]) for name in one["model"])
@@ -162,7 +174,8 @@ def test_a_host_that_is_lost_is_made_up_for_by_the_copy_on_the_next(lost: int, m
 
 def go_on_alone(memory: str, host: int) -> None:
     run = Run({**policy(memory), "resilience": {"memory": f"{memory}/host{host}", "job": "test"}}, seed=1)
-    assert run.attachment.resume((), run.optimizer, objects=run.objects) == {"step": 3}
+    with one_host_is_left():
+        assert run.attachment.resume((), run.optimizer, objects=run.objects) == {"step": 3}
     killed(run)
 
 
