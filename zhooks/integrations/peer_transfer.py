@@ -7,26 +7,33 @@ Note: [Messages]
     The one who takes says {"token", "step"}; the one who serves answers with the header of its ``OfferedState``, or
     {"refused"}.  Then the taker asks {"name", "start", "numel"} and gets those bytes, until it closes the connection.
     Messages are JSON behind their length.  The token is part of the address, which torchft tells whoever asks its Manager: it
-    keeps out strangers who find the port, not those who speak torchft's protocol.
+    keeps out strangers who find the port, not those who speak torchft's protocol.  Strangers meet a thread of their own, a
+    few at a time and not for long; the thread that trains hears of those who said the token.
 """
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
 import secrets
 import selectors
 import socket
 import struct
-from collections.abc import Collection, Iterable
+import threading
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offload.errors import CheckpointError
+from offload.events import now_ns
 from offload.shards import CHUNK, DTYPES
 from zhooks.checkpoint import OfferedState, PeerLostError, extra_of
 from zhooks.integrations.required import require
@@ -39,8 +46,8 @@ __all__ = ["Arriving", "Asked", "PeerTransfer"]
 
 _LENGTH = struct.Struct("<Q")
 _MOST = 512 << 20
-#: Of a first message, by whoever it is.
-_FIRST = 4096
+#: Of a first message, by whoever it is: how long it may be and take, and from how many it is waited for at once.
+_FIRST, _FIRST_S, _STRANGERS = 4096, 5.0, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +73,10 @@ class PeerTransfer(CheckpointTransport[dict[str, Any]]):  # type: ignore[misc]
 
     def __init__(self, hostname: str, beside: Collection[str]) -> None:
         self._beside = beside
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        self._server = socket.create_server(("", 0), family=family, backlog=128, dualstack_ipv6=dual)
-        # A connection may be gone again before it is accepted.
-        self._server.setblocking(False)
-        self._token = secrets.token_hex(16)
-        self._address = f"{hostname}:{self._server.getsockname()[1]}#{self._token}"
+        server, token = _listen(hostname), secrets.token_hex(16)
+        self._address = f"{hostname}:{server.getsockname()[1]}#{token}"
+        self._listener = _Listener(server, token)
+        self._close = weakref.finalize(self, self._listener.close)
         self.asked: Asked | None = None
         self.arriving: Arriving | None = None
         self.refused: CheckpointError | None = None
@@ -117,7 +121,7 @@ class PeerTransfer(CheckpointTransport[dict[str, Any]]):  # type: ignore[misc]
 
     def shutdown(self, wait: bool = True) -> None:
         self.end()
-        self._server.close()
+        self._close()
 
     # What is done on the thread that trains.
 
@@ -128,53 +132,162 @@ class PeerTransfer(CheckpointTransport[dict[str, Any]]):  # type: ignore[misc]
             How many came.
         """
         first = {"refused": str(state)} if isinstance(state, CheckpointError) else state.header
-        came: dict[socket.socket, bool] = {}
+        came: set[socket.socket] = set()
         over = 0
         with selectors.DefaultSelector() as selector:
-            selector.register(self._server, selectors.EVENT_READ)
+            selector.register(self._listener.came, selectors.EVENT_READ)
             try:
                 while over < asked.peers and (ready := selector.select(asked.timeout_s)):
                     for key, _ in ready:
-                        if key.fileobj is self._server:
-                            self._accept(selector, came, asked)
+                        if key.fileobj is self._listener.came:
+                            for newcomer in self._greeted(asked, first):
+                                selector.register(newcomer, selectors.EVENT_READ)
+                                came.add(newcomer)
                             continue
                         peer: socket.socket = key.fileobj  # type: ignore[assignment]
                         try:
-                            if came[peer]:
-                                asks = _receive(peer, _MOST)
-                                if isinstance(state, OfferedState):
-                                    _send_all(peer, state.read(str(asks["name"]), int(asks["start"]), int(asks["numel"])))
-                            else:
-                                came[peer] = self._greet(peer, asked.step, first)
-                            continue
+                            asks = _receive(peer, _MOST)
+                            if isinstance(state, OfferedState):
+                                _send_all(peer, state.read(str(asks["name"]), int(asks["start"]), int(asks["numel"])))
                         except (OSError, ValueError, TypeError, KeyError, RecursionError, CheckpointError):
                             selector.unregister(peer)
-                            over += came.pop(peer)
+                            came.remove(peer)
                             peer.close()
+                            over += 1
             finally:
                 for peer in came:
                     peer.close()
         return over
 
-    def _accept(self, selector: selectors.BaseSelector, came: dict[socket.socket, bool], asked: Asked) -> None:
-        try:
-            peer, _ = self._server.accept()
-        except OSError:
-            return
-        peer.settimeout(asked.timeout_s)
-        came[peer] = False
-        selector.register(peer, selectors.EVENT_READ)
+    def _greeted(self, asked: Asked, first: dict[str, Any]) -> Iterator[socket.socket]:
+        """Those who have come since, and are told ``first``: peers at this step."""
+        for peer, step in self._listener.take():
+            peer.settimeout(asked.timeout_s)
+            right = step == asked.step
+            try:
+                _send(peer, first if right else {"refused": "", "step": asked.step})
+            except OSError:
+                right = False
+            if right:
+                yield peer
+            else:
+                peer.close()
 
-    def _greet(self, peer: socket.socket, step: int, first: dict[str, Any]) -> bool:
-        """Answer who has connected; whether it is a peer at this step."""
-        asks = _receive(peer, _FIRST)
-        if not hmac.compare_digest(str(asks["token"]).encode(), self._token.encode()):
-            raise ValueError("another token")
-        if asks["step"] != step:
-            _send(peer, {"refused": "", "step": step})
-            return False
-        _send(peer, first)
-        return True
+
+def _listen(hostname: str) -> socket.socket:
+    """Where ``hostname`` says that this process is; on all addresses where the name does not say it here."""
+    with suppress(OSError, UnicodeError):
+        (family, _, _, _, at), *_ = socket.getaddrinfo(hostname, 0, type=socket.SOCK_STREAM)
+        # Debian gives a host's own name an address of the loopback, which others know by a real one.
+        if hostname == "localhost" or at[0] == hostname or not ipaddress.ip_address(str(at[0]).partition("%")[0]).is_loopback:
+            return socket.create_server(at[:2], family=family, backlog=128)
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=128, dualstack_ipv6=dual)
+
+
+class _Listener:
+    """Accepts who connects, on a thread of its own, and hands on those who say the token in time.
+
+    Attributes:
+        came: readable when somebody has been handed on since ``take``.
+    """
+
+    def __init__(self, server: socket.socket, token: str) -> None:
+        self.came, self._notify = socket.socketpair()
+        self._peers: SimpleQueue[tuple[socket.socket, object]] = SimpleQueue()
+        # A connection may be gone again before it is accepted, and nobody may take what is handed on.
+        for each in (server, self.came, self._notify):
+            each.setblocking(False)
+        self._stopped, self._stop = socket.socketpair()
+        arguments = (server, token.encode(), self._stopped, self._peers, self._notify)
+        self._thread = threading.Thread(target=_accept, args=arguments, name="zhooks-peers", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Iterator[tuple[socket.socket, object]]:
+        """Who has been handed on, and the step that each asks for."""
+        with suppress(BlockingIOError):
+            self.came.recv(_FIRST)
+        with suppress(Empty):
+            while True:
+                yield self._peers.get_nowait()
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._stop.close()
+        # The last reference may die in that thread, which then runs the finalizer.
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        for peer, _ in self.take():
+            peer.close()
+        for each in (self.came, self._notify, self._stopped):
+            each.close()
+
+
+def _accept(
+    server: socket.socket,
+    token: bytes,
+    stopped: socket.socket,
+    peers: SimpleQueue[tuple[socket.socket, object]],
+    notify: socket.socket,
+) -> None:
+    """Until ``stopped`` is readable: read everybody's first message as it comes; who has the token is put into ``peers``."""
+    #: By who has not said all of it yet, the oldest first: what was said, and until when it is waited for.
+    strangers: dict[socket.socket, tuple[bytes, int]] = {}
+    with server, selectors.DefaultSelector() as selector:
+
+        def drop(stranger: socket.socket) -> None:
+            del strangers[stranger]
+            selector.unregister(stranger)
+
+        for each in (server, stopped):
+            selector.register(each, selectors.EVENT_READ)
+        while True:
+            ready = [key.fileobj for key, _ in selector.select(_FIRST_S if strangers else None)]
+            if stopped in ready:
+                break
+            for stranger in [each for each in strangers if each in ready]:
+                said, deadline = strangers[stranger]
+                try:
+                    heard = stranger.recv(_FIRST)
+                    asks = _message(said + heard) if heard else {}
+                except BlockingIOError:
+                    continue
+                except (OSError, ValueError, RecursionError):
+                    asks = {}
+                if asks is None:
+                    strangers[stranger] = said + heard, deadline
+                    continue
+                drop(stranger)
+                if hmac.compare_digest(str(asks.get("token")).encode(errors="replace"), token):
+                    peers.put((stranger, asks.get("step")))
+                    with suppress(BlockingIOError):
+                        notify.send(b".")
+                else:
+                    stranger.close()
+            if server in ready:
+                with suppress(OSError):
+                    stranger, _ = server.accept()
+                    stranger.setblocking(False)
+                    strangers[stranger] = b"", now_ns() + int(_FIRST_S * 1e9)
+                    selector.register(stranger, selectors.EVENT_READ)
+            late = [each for each, (_, deadline) in strangers.items() if now_ns() > deadline]
+            for stranger in late or list(strangers)[:-_STRANGERS]:
+                drop(stranger)
+                stranger.close()
+        for stranger in strangers:
+            stranger.close()
+
+
+def _message(said: bytes) -> dict[str, Any] | None:
+    """A first message; None while more of it is to come."""
+    if len(said) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack_from(said)
+    if length > _FIRST:
+        raise ValueError(f"a message of {length} bytes")
+    raw = said[_LENGTH.size :]
+    return None if len(raw) < length else _decoded(raw[:length])
 
 
 class Arriving:
@@ -248,6 +361,10 @@ def _receive(peer: socket.socket, most: int) -> dict[str, Any]:
         raise ValueError(f"a message of {length} bytes")
     raw = bytearray(length)
     _fill(peer, memoryview(raw))
+    return _decoded(raw)
+
+
+def _decoded(raw: bytes | bytearray) -> dict[str, Any]:
     found = json.loads(raw)
     if not isinstance(found, dict):
         raise ValueError("a message that is no dict")

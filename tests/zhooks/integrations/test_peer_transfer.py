@@ -17,6 +17,7 @@ from torch import nn
 
 import zhooks
 from offload.errors import CheckpointError
+from tests.support.waiting import soon
 
 pytest.importorskip("torchft", reason="pip install '.[torchft]'")
 
@@ -131,6 +132,54 @@ def test_strangers_who_find_the_port_get_nothing_and_hold_nobody_up() -> None:
         arriving = arrive()
         assert arriving.beside == {}
         arriving.close()
+
+
+def test_strangers_who_say_little_and_stay_hold_neither_the_peer_up_nor_the_thread_that_trains() -> None:
+    first = Job({"stage": 3}, steps=1)
+    with served(first, {}) as (arrive, transfer), contextlib.ExitStack() as staying:
+        host, _, port = transfer.metadata().partition("#")[0].rpartition(":")
+        # More than are waited for at once, each with a beginning of a message.
+        for _ in range(100):
+            stranger = staying.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            with contextlib.suppress(OSError):
+                stranger.sendall(b"\x10")
+        arriving = arrive()
+        assert arriving.beside == {}
+        arriving.close()
+
+
+def test_a_stranger_who_says_no_token_in_time_is_sent_away_though_nobody_serves() -> None:
+    transfer = PeerTransfer("127.0.0.1", [])
+    host, _, port = transfer.metadata().partition("#")[0].rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as stranger:
+        stranger.sendall(b"\x10")
+        assert stranger.recv(1) == b""
+    transfer.shutdown()
+
+
+@pytest.mark.parametrize(("hostname", "known"), [("127.0.0.1", True), ("localhost", True), ("nowhere.invalid", False)])
+def test_a_replica_listens_at_the_address_that_it_announces(hostname: str, known: bool) -> None:
+    transfer = PeerTransfer(hostname, [])
+    port = int(transfer.metadata().partition("#")[0].rpartition(":")[2])
+    with contextlib.ExitStack() as taken:
+        # Another address of the loopback is free where only one is listened at.
+        if known:
+            other = taken.enter_context(socket.socket())
+            other.bind(("127.0.0.2", port))
+        else:
+            with socket.create_connection(("127.0.0.2", port), timeout=60):
+                pass
+    transfer.shutdown()
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", port), timeout=60)
+
+
+def test_a_transfer_that_nobody_shuts_down_ends_its_thread_with_itself() -> None:
+    before = threading.active_count()
+    transfer = PeerTransfer("127.0.0.1", [])
+    assert threading.active_count() == before + 1
+    del transfer
+    assert soon(lambda: threading.active_count() == before)
 
 
 def test_what_cannot_be_handed_on_without_pickle_is_told_to_the_one_who_asks() -> None:
