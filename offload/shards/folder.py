@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import stat
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -43,7 +44,8 @@ class Folder:
 
     def __init__(self, name: str | Path, within: Folder | None = None) -> None:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if within else 0)
-        self.fd: int = os.open(name, flags, dir_fd=within.fd if within else None)
+        self.fd = -1
+        self.fd = os.open(name, flags, dir_fd=within.fd if within else None)
         self.status = os.fstat(self.fd)
 
     def __enter__(self) -> Folder:
@@ -51,6 +53,12 @@ class Folder:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        """As Python's own files: who forgets to close one is told so by a ResourceWarning, and leaks nothing."""
+        if self.fd >= 0:
+            warnings.warn("a folder was not closed", ResourceWarning, stacklevel=2, source=self)
+            self.close()
 
     def close(self) -> None:
         """Idempotent."""

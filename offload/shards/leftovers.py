@@ -125,10 +125,10 @@ def _tidy(
     """Remove one leftover, if it is one."""
     with suppress(OSError):
         folder = parent.folder(name)
-        if folder is None or os.path.samestat(folder.status, made.status):
+        if folder is None:
             return
         with folder:
-            if folder.status.st_uid != made.status.st_uid:
+            if os.path.samestat(folder.status, made.status) or folder.status.st_uid != made.status.st_uid:
                 return
             if token == current or _is_over(folder, token, made, patience_ns):
                 retire(parent, name, folder, heir)
