@@ -9,10 +9,39 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from pathlib import Path
 
-__all__ = ["open_regular", "read_regular"]
+from offload.text import shown_path
+
+__all__ = ["open_regular", "planted_link", "read_regular", "strangers"]
 
 _KINDS = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
+
+
+def strangers(folder: os.stat_result, entry: os.stat_result) -> bool:
+    """Whether what lies in a folder where everybody may make files is neither this user's nor the folder's owner's.
+
+    As Linux protects links (fs.protected_symlinks), where it is asked to.
+    """
+    shared = folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH
+    return bool(shared) and entry.st_uid not in (os.geteuid(), folder.st_uid)
+
+
+def planted_link(path: Path) -> str | None:
+    """The first link on the way to ``path`` that a stranger made, in words; see `strangers`.
+
+    Raises:
+        OSError: the way cannot be followed, as where links form a loop.
+    """
+    for link in [path, *path.absolute().parents]:
+        try:
+            status = os.lstat(link)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if stat.S_ISLNK(status.st_mode) and strangers(os.stat(link.parent), status):
+            who = f"another user (uid {status.st_uid})"
+            return f"a link at {shown_path(link)} that {who} made in a folder that everybody can write to"
+    return None
 
 
 def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:

@@ -15,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from offload.private_files import make_folders
+
 __all__ = ["folder", "keeps", "kept"]
 
 #: numba knows when the file of a function changes, but not when that of a function it calls does: both are in the name.
@@ -31,7 +33,7 @@ def folder() -> Path | None:
         for name in _SOURCES:
             digest.update(Path(__file__).with_name(name).read_bytes())
         path = Path(cache, "zhooks", f"numba-{digest.hexdigest()}")
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folders(path)
         found = path.stat()
         private = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         return path if private and path.is_absolute() and os.access(path, os.W_OK) else None

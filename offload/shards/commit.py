@@ -22,6 +22,8 @@ from typing import Any
 
 from offload.disk import Owner
 from offload.errors import CheckpointError
+from offload.private_files import make_folders
+from offload.regular_files import planted_link
 from offload.shards.file import Record
 from offload.shards.folder import EXCHANGE, OURS, Folder, lstat, made_by_first, renameat2, retire
 from offload.shards.leftovers import recover, standing, working
@@ -105,7 +107,7 @@ class Draft:
         if lstat(self.target.parent) is not None:
             with Folder(self.target.parent) as parent, self._earlier(parent, None):
                 pass
-        self.target.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(self.target.parent)
         self._parent = Folder(self.target.parent)
         os.mkdir(self._name, 0o700, dir_fd=self._parent.fd)
         self._made = Folder(self._name, self._parent)

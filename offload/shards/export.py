@@ -25,6 +25,7 @@ from torch import Tensor
 from offload.disk import Owner
 from offload.errors import CheckpointError
 from offload.pages import ALIGN
+from offload.private_files import create, make_folders
 from offload.shards.file import Entry, blocks, header
 from offload.shards.folder import EXCHANGE, RENAME_NOREPLACE, Folder, lstat, made_by_first, renameat2
 from offload.shards.leftovers import working
@@ -72,9 +73,9 @@ class ExportDraft:
         if lstat(self.target.parent) is not None:
             with Folder(self.target.parent) as parent, self._earlier(parent):
                 pass
-        self.target.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(self.target.parent)
         self._parent = Folder(self.target.parent)
-        os.mkdir(self._name, 0o777, dir_fd=self._parent.fd)
+        os.mkdir(self._name, 0o700, dir_fd=self._parent.fd)
         self._made = Folder(self._name, self._parent)
         working.add(self.token)
         self._made.create(f"saving-{self.token}", Owner.here().page())
@@ -196,7 +197,7 @@ class WholeFile:
         for entry in entries:
             self._starts[entry.name] = self.nbytes
             self.nbytes += entry.nbytes
-        self._fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        self._fd = create(folder / name)
         try:
             # All of the space now, or none: a full disk is found before the model was gathered once.
             with _where_supported():

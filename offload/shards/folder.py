@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from offload.errors import CheckpointError
+from offload.private_files import create
 from offload.regular_files import read_regular
 from offload.shards.manifest import MANIFEST, Manifest, read_manifest
 
@@ -99,8 +100,7 @@ class Folder:
 
     def create(self, name: str, data: bytes) -> None:
         """A new file, its owner's alone and durable."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(name, flags, 0o600, dir_fd=self.fd), "wb") as file:
+        with os.fdopen(create(name, dir_fd=self.fd), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -6,7 +6,6 @@ pytest runs it; ranks save the folders, and the command reads them in this proce
 from __future__ import annotations
 
 import json
-import os
 import stat
 import warnings
 from collections.abc import Callable
@@ -111,9 +110,7 @@ def test_the_parameters_of_a_folder_are_those_that_save_full_writes(
     result = zprof("checkpoint", "convert", tmp_path / "run", "-o", tmp_path / "one.safetensors")
     assert result.exit_code == 0, result.stderr
     equal(load_file(tmp_path / "one.safetensors"), load_file(tmp_path / "full.safetensors"))
-    mask = os.umask(0o077)
-    os.umask(mask)
-    assert stat.S_IMODE((tmp_path / "one.safetensors").stat().st_mode) == 0o666 & ~mask
+    assert stat.S_IMODE((tmp_path / "one.safetensors").stat().st_mode) == 0o600
 
 
 def test_replicas_that_do_not_follow_each_other_are_refused_where_the_manifest_does_not_say(

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from offload.private_files import create
+
 __all__ = ["committed", "committing", "replaceable"]
 
 
@@ -50,8 +52,7 @@ def committing(path: Path, *, mode: int = 0o600) -> Iterator[BinaryIO]:
     """As `committed`, for a body that is written piece by piece: it counts once the block has ended without an error."""
     replaceable(path)
     passing = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with open(passing, "wb", opener=lambda name, _: os.open(name, flags, mode)) as file:
+    with os.fdopen(create(passing, mode=mode), "wb") as file:
         try:
             yield file
             file.flush()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import click
 
+from offload.private_files import make_folders
 from offload.regular_files import read_regular
 from zprof.rows import TraceError
 from zprof.writing import committed
@@ -76,7 +77,7 @@ def keep(host: str, figures: Sequence[Figure], path: Path | None = None) -> Path
     for figure in figures:
         assert _sound(figure), f"{figure}: expected a name of {NAMES} and a finite rate above 0"
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folders(path.parent)
         with _locked(path):
             hosts = _read(path)
             new = {(figure.name, figure.device, figure.path): figure for figure in [*hosts.get(host, []), *figures]}

@@ -222,7 +222,7 @@ def convert(
     groups = saved.groups() if optimizer and kind != "safetensors" else None
     passing = output.with_name(f".{output.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        os.mkdir(passing, 0o777)
+        os.mkdir(passing, 0o700)
         states = saved.states() if optimizer else iter(())
         if kind == "safetensors":
             name = _write(chain(saved.tensors(), states), passing, files)[0]
@@ -280,7 +280,6 @@ def _write(tensors: Iterator[tuple[str, Tensor]], folder: Path, files: Sequence[
     count = len(files)
     one = count == 1
     names = ["model.safetensors" if one else f"model-{place:05d}-of-{count:05d}.safetensors" for place in range(1, count + 1)]
-    mode = 0o666 & ~_umask()
     with _progress("convert", sum(entry.nbytes for entries in files for entry in entries)) as advance:
         for name, entries in zip(names, files, strict=True):
             writer = ShardWriter(folder / name, entries)
@@ -294,12 +293,11 @@ def _write(tensors: Iterator[tuple[str, Tensor]], folder: Path, files: Sequence[
             except BaseException:
                 writer.abort()
                 raise
-            os.chmod(folder / name, mode)
     if not one:
         where = {entry.name: name for name, entries in zip(names, files, strict=True) for entry in entries}
         total = sum(entry.nbytes for entries in files for entry in entries)
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        committed(folder / "model.safetensors.index.json", (json.dumps(index, indent=2) + "\n").encode(), mode=0o666)
+        committed(folder / "model.safetensors.index.json", (json.dumps(index, indent=2) + "\n").encode())
     return names
 
 
@@ -315,9 +313,3 @@ def _as(tensor: Tensor, entry: Entry) -> Tensor:
     if made is not tensor and bool((made.isinf() & tensor.isfinite()).any()):
         raise Problem(f"{entry.name}: expected values that {entry.dtype} can hold, found larger ones; choose another --dtype")
     return made
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

@@ -6,10 +6,13 @@ safetensors files do not.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from offload.private_files import create
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +42,8 @@ def write_torch(
             kept.setdefault(order[param], {})[key] = value
         packed = [{**group, "params": [order[name] for name in group["params"]]} for group in groups]
         state["optimizer"] = {"state": dict(sorted(kept.items())), "param_groups": packed}
-    torch.save(state, path)
+    with os.fdopen(create(path), "wb") as file:
+        torch.save(state, file)
 
 
 def write_distributed(

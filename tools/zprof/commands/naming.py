@@ -125,7 +125,7 @@ def _folder(output: str) -> Path:
     """The folder, made where its name ends as one and the one above is there: every rank makes it, the first one does."""
     folder = Path(output)
     try:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(0o700, exist_ok=True)
     except OSError as error:
         raise Problem(f"-o {output}: expected a folder, or to create one: {error.strerror}; name another with -o") from None
     return folder

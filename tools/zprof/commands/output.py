@@ -39,12 +39,12 @@ def check_output(path: Path, inputs: Sequence[Path], *, force: bool) -> None:
 
 
 def write_output(path: Path, body: bytes) -> None:
-    """Write the file whole or not at all. What a user asks for is his to share, so the umask alone decides who reads.
+    """Write the file whole or not at all, its user's alone.
 
     Raises:
         Problem: it cannot be written; what was there is untouched.
     """
     try:
-        committed(path, body, mode=0o666)
+        committed(path, body)
     except (OSError, ValueError) as error:
         raise Problem(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from None

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from contextlib import suppress
 from pathlib import Path
 
+from offload.private_files import create
 from offload.regular_files import open_regular
 from zprof.trace.decimate import EFFORTS, Effort, smaller
 from zprof.trace.framefile import START, FrameFile
@@ -82,7 +83,7 @@ class Rewriting:
     def _begin(self, file: FrameFile) -> None:
         """A new file with the header and the notes of the part that is thinned out."""
         if self.fd < 0:
-            self.fd = os.open(self._beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self.fd = create(self._beside, os.O_WRONLY | os.O_APPEND)
         os.ftruncate(self.fd, 0)
         self.nbytes = 0
         header, _ = file.read(START)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from offload.budget import Machine
+from offload.private_files import create
 from offload.text import as_size, counted
 from zprof.rows import Row, TraceError
 from zprof.trace.frames import MAGIC, MOST_ROWS, FrameKind, most, packed, sealed
@@ -313,13 +314,12 @@ def _identity(fd: int) -> tuple[int, int]:
 
 
 def _created(path: Path, force: bool) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
     try:
         if force:
             replaceable(path)
             # Removed, not emptied: whoever reads the old file keeps it whole.
             path.unlink(missing_ok=True)
-        return os.open(path, flags, 0o600)
+        return create(path, os.O_WRONLY | os.O_APPEND)
     except FileExistsError:
         try:
             size = as_size(path.stat().st_size)

@@ -41,7 +41,7 @@ def write(traces: Iterable[Trace], path: Path) -> Written:
     passing = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     count, missing = 0, list[str]()
     try:
-        passing.mkdir()
+        passing.mkdir(0o700)
         for trace in traces:
             analysis = Analysis.of(trace)
             missing += lost(trace, analysis.ledger.damage)
@@ -87,7 +87,7 @@ def _remove(path: Path) -> None:
 
 def _written(folder: Path, analysis: Analysis) -> int:
     writer, event = _tensorboard()
-    folder.mkdir()
+    folder.mkdir(0o700)
     header = analysis.header
     began_s = header.wall_ns / 1e9
     count = 0
