@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from offload.shards.commit import Draft, destination, find
 from offload.shards.export import ExportDraft, ExportKind, WholeFile
-from offload.shards.file import CHUNK, CODES, DTYPES, Entry, Record, ShardReader, ShardWriter, digest, file_nbytes
+from offload.shards.file import CHUNK, CODES, DTYPES, Entry, Record, ShardReader, ShardWriter, blocks, digest, file_nbytes
 from offload.shards.host_memory import HostMemory, check_memory, copy_name, remove_dead_jobs
 from offload.shards.job import job_of, launched_among
 from offload.shards.manifest import MANIFEST, Manifest, encoded, read_manifest, shard_name
@@ -39,6 +39,7 @@ __all__ = [
     "ShardReader",
     "ShardWriter",
     "WholeFile",
+    "blocks",
     "check_memory",
     "copy_name",
     "destination",

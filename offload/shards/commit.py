@@ -34,11 +34,14 @@ __all__ = ["Draft", "destination", "find"]
 
 #: What a save adds to the name of its target while it works; a file name has at most 255 bytes.
 _NAME_MOST = 255 - len(".tmp-") - 16
+_EXAMPLES = {"folder": "runs/step-100", "file": "model.safetensors"}
 
 
-def destination(path: str | os.PathLike[str], verb: str) -> Path:
+def destination(path: str | os.PathLike[str], verb: str, what: str = "folder") -> Path:
     """The absolute path that is meant, links followed as the system would follow them.
 
+    Args:
+        what: a folder or a file.
     Raises:
         CheckpointError: it is no path of a folder, or leads through a link that somebody else left in a folder for everybody.
     """
@@ -48,7 +51,7 @@ def destination(path: str | os.PathLike[str], verb: str) -> Path:
         text = None
     if not isinstance(text, str) or not text or "\0" in text:
         raise CheckpointError(
-            f"{verb}: expected the path of a checkpoint's folder, found {shown(path)}. Name a folder, e.g. runs/step-100."
+            f"{verb}: expected the path of a {what}, found {shown(path)}. Name one, e.g. {_EXAMPLES[what]}."
         )
     target = Path(text)
     try:
@@ -60,7 +63,7 @@ def destination(path: str | os.PathLike[str], verb: str) -> Path:
         raise CheckpointError(found) from None
     if not 0 < len(os.fsencode(place.name)) <= _NAME_MOST:
         raise CheckpointError(
-            f"{verb} {shown_path(text)}: expected a folder whose name has 1 to {_NAME_MOST} bytes, found "
+            f"{verb} {shown_path(text)}: expected a {what} whose name has 1 to {_NAME_MOST} bytes, found "
             f"{len(os.fsencode(place.name))}. Choose another path."
         )
     return place

@@ -37,7 +37,8 @@ __all__ = [
 
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0", torch.int64: "I64", torch.int32: "I32",
     torch.int16: "I16", torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16",
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
@@ -328,8 +329,8 @@ def header(entries: Sequence[Entry]) -> bytes:
         assert entry.name not in described, f"two tensors are called {entry.name}"
         if entry.dtype not in CODES:
             raise CheckpointError(
-                f"save: expected dtypes that safetensors supports, found {entry.dtype} in {entry.name}. Convert it, or leave "
-                "it out."
+                f"{entry.name}: expected a dtype that safetensors supports, found {entry.dtype}. Convert it, leave it out, or "
+                "use state_dict() and torch.save."
             )
         offsets = [offset, offset + entry.nbytes]
         described[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
@@ -344,6 +345,8 @@ def blocks(chunk: Tensor) -> Iterator[Bytes]:
     flat = chunk.detach().resolve_conj().resolve_neg().reshape(-1)
     step = CHUNK // chunk.dtype.itemsize
     for start in range(0, flat.numel(), step):
-        block = flat[start : start + step].to("cpu").contiguous().view(torch.uint8).numpy()
+        whole = flat[start : start + step].to("cpu").contiguous()
+        # A tensor of one element counts as contiguous whatever its stride is, and may not be seen as bytes then.
+        block = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
         for at in range(0, block.size, CACHED):
             yield block[at : at + CACHED]

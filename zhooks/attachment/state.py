@@ -173,13 +173,13 @@ class Stateful:
         One parameter is in memory at a time.
 
         Args:
-            path: the file; an existing one is replaced once the new one is complete.
+            path: the file; an existing one, or the one that a link leads to, is replaced once the new one is complete.
         Raises:
             CheckpointError: the file cannot be written.
         """
         self._check_at_rest("save_full")
         self._runtime.finish_backward()
-        checkpoint.save_full(self.model, self._units, self._comm, path, self._ignored)
+        checkpoint.save_full(self.model, self._units, self._comm, self._bus, path, self._ignored)
 
     @spanned("save_pretrained")
     def save_pretrained(

@@ -61,10 +61,10 @@ class Materializer:
 
     @torch.no_grad()
     def _equal(self, name: str, buffer: Tensor, world: Transport) -> None:
-        if buffer.is_contiguous():
+        if buffer.is_contiguous() and not buffer.is_conj() and not buffer.is_neg():
             world.broadcast(Call(CONTROL, "broadcast buffer", name), buffer)
             return
-        whole = buffer.contiguous()
+        whole = buffer.resolve_conj().resolve_neg().contiguous()
         world.broadcast(Call(CONTROL, "broadcast buffer", name), whole)
         if not torch.equal(whole, buffer):
             owner, _, key = name.rpartition(".")

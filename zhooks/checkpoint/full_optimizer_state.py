@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from offload.errors import CheckpointError
+from offload.shards import CODES
 from zhooks.checkpoint.owned_states import from_first_rank
-from zhooks.checkpoint.rank0_values import SAFETENSORS, spread_values
+from zhooks.checkpoint.rank0_values import spread_values
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
 from zhooks.optim import OwnedStates, params_of, shard_vectors, with_owners
 from zhooks.tensor import ShardedTensor
@@ -68,7 +69,7 @@ def _about(value: Any, shape: Any) -> dict[str, Any]:
         return {"items": [_about(item, shape) for item in value], "dtype": None}
     if not isinstance(value, Tensor):
         return {"dtype": None, "value": value}
-    if value.dtype not in SAFETENSORS:
+    if value.dtype not in CODES:
         raise _expected(f"a state of dtype {value.dtype}, which checkpoints cannot hold")
     about: dict[str, Any] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     if value.dim() == 0:

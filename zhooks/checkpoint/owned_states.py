@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offload.shards import CODES, DTYPES
+from offload.shards import CODES, DTYPES, blocks
 from zhooks.checkpoint.state_tree import Packer, Unpacker
 from zhooks.comm import CONTROL, GATHER, Call, Comm, Transport, all_or_none
 from zhooks.optim import OwnedStates, Owners, flags_of, plain_states_of, with_owners
@@ -124,8 +124,7 @@ def _bytes_of(states: Any, name: str) -> Tensor:
     about = [[key, CODES[value.dtype], list(value.shape)] for key, value in packer.tensors.items()]
     raw = json.dumps({"tree": tree, "tensors": about}, separators=(",", ":")).encode()
     head = torch.frombuffer(bytearray(len(raw).to_bytes(8, "little") + raw), dtype=torch.uint8)
-    tensors = [value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) for value in packer.tensors.values()]
-    return torch.cat([head, *tensors])
+    return torch.cat([head, *(torch.from_numpy(block) for value in packer.tensors.values() for block in blocks(value))])
 
 
 def _unpacked(blob: Tensor, device: torch.device) -> dict[Any, Any]:

@@ -29,7 +29,7 @@ from offload.text import parse_size, shown, shown_path
 from zhooks import tree
 from zhooks.checkpoint.ignored_values import check_alike
 from zhooks.checkpoint.transformers_tensors import divided, recipes_of
-from zhooks.checkpoint.whole_folder import write_files
+from zhooks.checkpoint.whole_folder import WrittenTo, tensors_of, write_files
 from zhooks.comm import AllRanks, Comm
 from zhooks.compiled import uncompiled
 from zhooks.layout import Ignored
@@ -195,7 +195,7 @@ def _write_model(
 
     # First, for it may be refused: a generation_config that is invalid is no reason to write the weights in vain.
     ranks.on_first(beside)
-    return write_files(model, units, comm, bus, recipes, files, draft)
+    return write_files(tensors_of(model, _VERB), units, comm, bus, recipes, files, WrittenTo(_VERB, draft.target, draft.files))
 
 
 # Adapters of PEFT.

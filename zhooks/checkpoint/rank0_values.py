@@ -1,6 +1,6 @@
 """Full values of flat buffers: gathered on the ranks that want them, and sharded over all ranks from the first's.
 
-``full_state_dict.py``, ``full_optimizer_state.py``, ``full_safetensors.py`` and ``torch_state_dict.py`` call it.  It bounds
+``full_state_dict.py``, ``full_optimizer_state.py``, ``whole_folder.py`` and ``torch_state_dict.py`` call it.  It bounds
 what is in memory (one flat, or over tp one parameter) and never says what a state consists of.
 """
 
@@ -15,12 +15,7 @@ from torch import Tensor
 from zhooks.comm import CONTROL, Call, Comm
 from zhooks.unit import Flat, Ranges, Unit, full_copies, spread
 
-__all__ = ["SAFETENSORS", "flats_of", "from_first", "is_first", "spread_values", "whole_values"]
-
-SAFETENSORS = {
-    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+__all__ = ["flats_of", "from_first", "is_first", "spread_values", "whole_values"]
 
 
 def flats_of(units: Sequence[Unit]) -> Iterator[Flat]:

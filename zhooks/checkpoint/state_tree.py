@@ -140,4 +140,4 @@ def _ordered(tensor: Tensor, order: Any) -> Tensor:
     if not isinstance(order, list) or sorted(order) != list(range(tensor.dim())):
         found = str(order)[:80]
         raise CheckpointError(f"load: expected an order of {tensor.dim()} dims, found {found}. The checkpoint is damaged.")
-    return tensor.permute(sorted(range(tensor.dim()), key=order.index))
+    return tensor.permute(sorted(range(tensor.dim()), key=order.__getitem__))

@@ -1,6 +1,7 @@
 """Whole tensors of an attached model into safetensors files, one flat buffer at a time; each file is one rank's to write.
 
-``pretrained_folder.py`` says which files there are and what is made of the model's tensors on the way.  Every rank takes part
+``pretrained_folder.py`` and ``full_safetensors.py`` say which files there are and what is made of the model's tensors on the
+way.  Every rank takes part
 in every gather and keeps what belongs to its own files; no rank ever has more than one flat buffer, or what one conversion
 needs.  It knows no library's format of a folder.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from offload.errors import CheckpointError, ZhooksError
 from offload.events import Bus
-from offload.shards import Entry, ExportDraft, WholeFile
+from offload.shards import Entry, WholeFile
 from zhooks.checkpoint.rank0_values import flats_of, is_first, whole_values
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
 from zhooks.compiled import plain_name
@@ -26,7 +27,7 @@ from zhooks.layout import whole_of
 from zhooks.tensor import ParamShard
 from zhooks.unit import Flat, Unit, passing
 
-__all__ = ["Recipe", "tensors_of", "write_files"]
+__all__ = ["Recipe", "WrittenTo", "tensors_of", "write_files"]
 
 _CPU = torch.device("cpu")
 
@@ -44,6 +45,21 @@ class Recipe:
     sources: tuple[str, ...]
     made: tuple[Entry, ...]
     convert: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTo:
+    """Where files go.
+
+    Attributes:
+        verb: who asked for them, for errors.
+        target: what they are or will be in, for events and errors.
+        folder: the folder as this rank finds it.
+    """
+
+    verb: str
+    target: Path
+    folder: Callable[[], AbstractContextManager[Path]]
 
 
 def tensors_of(model: nn.Module, verb: str) -> dict[str, Tensor]:
@@ -64,30 +80,30 @@ def tensors_of(model: nn.Module, verb: str) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def write_files(
-    model: nn.Module,
+    held: Mapping[str, Tensor],
     units: Sequence[Unit],
     comm: Comm,
     bus: Bus,
     recipes: Sequence[Recipe],
     files: Mapping[str, Sequence[Entry]],
-    draft: ExportDraft,
+    to: WrittenTo,
 ) -> dict[str, int]:
     """Write ``files`` into the folder, durable; returns their sizes on the first rank.  Collective.
 
+    Args:
+        held: the model's state by name, parameters as they are.
     Raises:
         CheckpointError: on every rank, naming the first that failed.
     """
-    ranks = AllRanks(comm.stage, "save_pretrained", str(draft.target))
+    ranks = AllRanks(comm.stage, to.verb, str(to.target))
     mine = {name: entries for number, (name, entries) in enumerate(files.items()) if number % ranks.size == ranks.rank}
     with ExitStack() as stack:
 
         def begin() -> _Sink:
-            folder = stack.enter_context(draft.files())
-            return _Sink(folder, mine, recipes, stack)
+            return _Sink(to.verb, stack.enter_context(to.folder()), mine, recipes, stack)
 
         sink = ranks.run(begin)
         done = 0
-        held = tensors_of(model, "save_pretrained")
         names: dict[int, list[str]] = {}
         for name, tensor in held.items():
             names.setdefault(id(tensor), []).append(name)
@@ -97,12 +113,13 @@ def write_files(
             _write_flat(flat, sink, names)
             if sink.written > done:
                 done = sink.written
-                bus.counter("exported", draft.target.name, done)
+                bus.counter("exported", to.target.name, done)
         for identity, (name, *_) in list(names.items()):
             if identity not in sharded:
                 # Of buffers, which ranks may have different ones of, the first rank's count.
-                whole = whole_of(held[name]).detach().clone(memory_format=torch.contiguous_format)
-                comm.stage.broadcast(Call(CONTROL, "save_pretrained", name), whole)
+                plain = whole_of(held[name]).detach().resolve_conj().resolve_neg()
+                whole = plain.clone(memory_format=torch.contiguous_format)
+                comm.stage.broadcast(Call(CONTROL, to.verb, name), whole)
                 for each in names[identity]:
                     sink.put(each, 0, whole)
         sizes = ranks.run(sink.finish)
@@ -134,7 +151,10 @@ def _row_major(spec: ParamShard) -> bool:
 class _Sink:
     """The files of this rank.  The first failure is kept: this rank goes on with the others' gathers, and raises then."""
 
-    def __init__(self, folder: Path, mine: Mapping[str, Sequence[Entry]], recipes: Sequence[Recipe], stack: ExitStack) -> None:
+    def __init__(
+        self, verb: str, folder: Path, mine: Mapping[str, Sequence[Entry]], recipes: Sequence[Recipe], stack: ExitStack
+    ) -> None:
+        self._verb = verb
         self._files: list[WholeFile] = []
         self._of: dict[str, tuple[WholeFile, Entry]] = {}
         for name, entries in mine.items():
@@ -196,8 +216,7 @@ class _Sink:
         if self._problem is not None:
             found = f"{type(self._problem).__name__}: {self._problem}"
             raise CheckpointError(
-                f"save_pretrained: expected to convert the model's tensors as transformers writes them, found {found}. Use "
-                "attachment.save_full(file)."
+                f"{self._verb}: expected to convert and write the model's tensors, found {found}. Use attachment.save()."
             ) from self._problem
         for file in self._files:
             file.finish()

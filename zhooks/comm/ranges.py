@@ -19,13 +19,21 @@ from offload.work import Work
 SMALL_NBYTES = 1 << 16
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as 1-D uint8.
+
+    A tensor of at most one element counts as contiguous whatever its strides are, and may not be seen as bytes then.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 class ScatteredBytes:
     """1-D contiguous tensors, in their order, as the bytes of one; of a chunk that many share one call to torch is made."""
 
     __slots__ = ("_bytes", "_starts", "nbytes")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._bytes = [tensor.detach().view(torch.uint8) for tensor in tensors if tensor.numel()]
+        self._bytes = [bytes_of(tensor.detach()) for tensor in tensors if tensor.numel()]
         ends = list(accumulate(tensor.numel() for tensor in self._bytes))
         self.nbytes = ends[-1] if ends else 0
         self._starts = [0, *ends[:-1]]

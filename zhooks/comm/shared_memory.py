@@ -23,7 +23,7 @@ from offload.work import Work
 from zhooks.comm.agreed_failure import SAME_CALLS, AgreedFailure
 from zhooks.comm.lost_rank import LOOK_S, Waits, gone, late
 from zhooks.comm.processes import machine
-from zhooks.comm.ranges import ScatteredBytes, copy
+from zhooks.comm.ranges import ScatteredBytes, bytes_of, copy
 from zhooks.comm.rendezvous import Meeting
 from zhooks.comm.shared_memory_ring import SLOT, SMALL_SLOT, Message, Ring
 from zhooks.comm.transport import CHANNELS, CONTROL, Call, Nbytes, Transport, TwoSteps
@@ -153,7 +153,7 @@ class SharedMemory:
         landed[rank].copy_(source)
 
         def land(writer: int, offset: int, data: Tensor) -> None:
-            _bytes(landed[writer])[offset : offset + data.numel()].copy_(data)
+            bytes_of(landed[writer])[offset : offset + data.numel()].copy_(data)
 
         self._launch(self._rings[CONTROL], Message(call, ScatteredBytes([source]), land, source.nbytes)).wait()
         stacked = torch.stack(landed)
@@ -167,7 +167,7 @@ class SharedMemory:
 
     def broadcast(self, call: Call, tensor: Tensor) -> None:
         flat = tensor if tensor.is_contiguous() else tensor.contiguous()
-        target = _bytes(flat.view(-1))
+        target = bytes_of(flat)
         root = self.axis.rank == 0
 
         def land(writer: int, offset: int, data: Tensor) -> None:
@@ -305,10 +305,6 @@ def serve_together(transports: Iterable[Transport]) -> None:
         transport.served = rings
         here = set(transport.axis.ranks)
         transport.boards = [board for other in shared for board in other._board if here <= set(board.axis.ranks)]
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
 
 
 def _share(axis: Axis, meeting: Meeting, nbytes: int) -> mmap.mmap | str:

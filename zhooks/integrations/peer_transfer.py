@@ -34,7 +34,7 @@ from torch import Tensor
 
 from offload.errors import CheckpointError
 from offload.events import now_ns
-from offload.shards import CHUNK, DTYPES
+from offload.shards import DTYPES, blocks
 from zhooks.checkpoint import OfferedState, PeerLostError, extra_of
 from zhooks.integrations.required import require
 
@@ -382,7 +382,5 @@ def _fill(peer: socket.socket, memory: memoryview) -> None:
 
 def _send_all(peer: socket.socket, values: Iterable[Tensor]) -> None:
     for each in values:
-        flat = each.detach().resolve_conj().resolve_neg().reshape(-1)
-        step = CHUNK // flat.dtype.itemsize
-        for start in range(0, flat.numel(), step):
-            peer.sendall(flat[start : start + step].to("cpu").contiguous().view(torch.uint8).numpy().data)
+        for block in blocks(each):
+            peer.sendall(block.data)

@@ -284,7 +284,7 @@ def test_save_full_writes_what_safetensors_loads_into_a_plain_model(stage: int) 
 @on_ranks(2)
 def test_save_full_into_a_folder_that_is_not_there_is_refused_on_every_rank() -> None:
     attachment = zhooks.attach(net())
-    with pytest.raises(zhooks.CheckpointError, match=r"save_full /nowhere/at/all\.safetensors: expected a writable folder"):
+    with pytest.raises(zhooks.CheckpointError, match=r"save_full /nowhere/at/all\.safetensors: expected a folder to write"):
         attachment.save_full("/nowhere/at/all.safetensors")
 
 
