@@ -76,6 +76,16 @@ class Budget:
                 self._change.wait_for(lambda before=lent: self._lent[tier] < before)  # type: ignore[misc]
                 lent = self._lent[tier]
 
+    def check_room(self, tier: Tier, key: str, nbytes: int) -> None:
+        """Whether ``nbytes`` more would be admitted now; nothing is counted.
+
+        Raises:
+            BudgetError: they would not.
+        """
+        used, limit = self._used[tier] + self._lent[tier], self._limits[tier]
+        if limit is not None and nbytes and used + nbytes > limit:
+            raise cannot_admit(tier, key, nbytes, used=used, limit=limit, note=self._note)
+
     def try_admit(self, tier: Tier, nbytes: int) -> bool:
         """As `admit`, answering instead of raising: for whoever can wait or evict."""
         assert nbytes >= 0, "a block's size is not negative"

@@ -390,5 +390,5 @@ class Stateful:
         reducer = self._runtime.reducer
         return checkpoint.RunState(
             self.model, self._units, self._comm, reducer, self._bus, optimizers, objects, about, self._runtime.scaling,
-            partial(self._tiers.adopt, optimizers), self._rounding, self._ignored,
+            partial(self._tiers.adopt, optimizers), self._tiers.check_room, self._rounding, self._ignored,
         )

@@ -92,6 +92,13 @@ class Tiers:
     def adopt(self, optimizers: Sequence[torch.optim.Optimizer], flat: Flat) -> None:
         """States of a flat that were moved or loaded on the device go to their tier."""
 
+    def check_room(self, needed: Mapping[Tier, int]) -> None:
+        """Whether new optimizer states of so many bytes fit on their tiers.
+
+        Raises:
+            BudgetError: they do not.
+        """
+
     def placed(self, tier: Tier) -> int:
         """Bytes that are kept on a tier off the device."""
         return 0
@@ -136,6 +143,11 @@ class StoredTiers(Tiers):
         for optimizer in optimizers:
             self.stepper.updater.adopt(optimizer, flat)
             self.stepper.whole.adopt(optimizer, flat)
+
+    def check_room(self, needed: Mapping[Tier, int]) -> None:
+        for tier, nbytes in needed.items():
+            if tier is not Tier.DEVICE:
+                self.store.budget.check_room(tier, "the optimizer's states", nbytes)
 
     def placed(self, tier: Tier) -> int:
         return self.store.budget.used(tier)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from zhooks.checkpoint.load_shard import OptimizerStates
 from zhooks.checkpoint.saved_files import SavedFolder
 from zhooks.checkpoint.shard_contents import SHARDED, RunState, group_names, param_names
 from zhooks.checkpoint.state_tree import Unpacker
-from zhooks.optim import OwnedStates, assign, vectors_in
+from zhooks.optim import OwnedStates, assign, stand_in_of, step_stand_in, vectors_in
 from zhooks.tensor import ShardedTensor
 
 __all__ = ["IN_FILE", "Source", "check_optimizers", "require"]
@@ -96,14 +96,57 @@ def _check_optimizer(
     require(isinstance(loose, dict), "states without a parameter as a dict")
     follow = {param: follows(run, param, one.source.folder) for param, one in found.items() if one.owned}
     entries = _check_entries(optimizer, found, follow)
+    _check_names(optimizer, entries)
     owners = _owners(run, {param: one for param, one in found.items() if one.owned})
-    owned = {}
+    owned, owned_nbytes = {}, {}
     names, device_rank = param_names(run), run.comm.shard.axis.rank
     for param, owner in owners.items():
         here, name = owner is None or owner == device_rank, names.get(id(param), "")
         owned[param] = partial(_owned, name, owner, found[param], follow[param], here=here)
-        entries.pop(param, None)
-    return OptimizerStates(optimizer, options, entries, owned, loose)
+        states = entries.pop(param, {})
+        if here:
+            owned_nbytes[param] = sum(tensor.nbytes for value in states.values() for tensor in _tensors(value))
+    return OptimizerStates(optimizer, options, entries, owned, owned_nbytes, loose)
+
+
+def _check_names(optimizer: torch.optim.Optimizer, entries: Mapping[nn.Parameter, Mapping[Any, Any]]) -> None:
+    """The optimizer finds the states that its step asks for among those that were saved: a stand-in steps with their names.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    groups = {param: number for number, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    kinds = {((groups[param], param.dtype, param.dim()), frozenset(states)) for param, states in entries.items() if states}
+    made = stand_in_of(optimizer, {place for place, _ in kinds}) if kinds else None
+    if made is None:
+        return
+    stand_in, params = made
+    for place, names in kinds:
+        param, before = params[place], dict(stand_in.state[params[place]])
+        if names == before.keys():
+            continue
+        stand_in.state[param] = {name: before[name] if name in before else torch.zeros_like(param) for name in names}
+        try:
+            step_stand_in(stand_in)
+        except KeyError as error:
+            kind, found = type(optimizer).__name__, ", ".join(sorted(map(str, names)))
+            raise CheckpointError(
+                f"load: expected {kind}'s states of each parameter ({', '.join(map(str, before))}), found {found[:160]}, "
+                f"without which its step fails (KeyError: {error}). Load another checkpoint."
+            ) from error
+        except Exception:
+            # Of a stand-in's values nothing follows for those that were saved.
+            pass
+        stand_in.state[param] = before
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those in a state, however deep."""
+    if isinstance(value, Tensor):
+        yield value
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    for item in items:
+        yield from _tensors(item)
 
 
 def _match(

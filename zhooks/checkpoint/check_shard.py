@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from offload.errors import CheckpointError
+from offload.errors import BudgetError, CheckpointError
 from zhooks.checkpoint.check_optimizers import Source, check_optimizers, require
 from zhooks.checkpoint.check_states import check_flat_states, check_gradients, check_narrower, check_partials
-from zhooks.checkpoint.ignored_values import check_left_out, plain_of
+from zhooks.checkpoint.ignored_values import check_left_out, check_writable, plain_of
 from zhooks.checkpoint.load_shard import Loading
 from zhooks.checkpoint.rng import check as check_generators
 from zhooks.checkpoint.rng import derived
@@ -76,6 +76,14 @@ def check(run: RunState, folders: Sequence[SavedFolder]) -> tuple[Loading, int]:
         extra=extra,
     )
     check_narrower(loading)
+    check_writable("load", kept_whole(run, "load"))
+    try:
+        run.check_room(loading.new_states())
+    except BudgetError as error:
+        raise CheckpointError(
+            f"load {folders[0].path}: expected room for the optimizer's states on their tiers, found: {error}. Nothing was "
+            "loaded."
+        ) from error
     return loading, nbytes
 
 

@@ -21,6 +21,7 @@ from zhooks.checkpoint.ignored_values import (
     check_alike,
     check_left_out,
     check_own,
+    check_writable,
     checksums_of,
     left_out_names,
     plain_of,
@@ -174,6 +175,8 @@ def load_full_state(
     flats = list(flats_of(units))
     whole: dict[str, Tensor] = dict(tree.named_buffers(model))
     whole |= ranks.run(lambda: plain_of(ignored, "load_state_dict"))
+    kept = {plain_name(name) for name in model.state_dict(keep_vars=True)}
+    ranks.run(lambda: check_writable("load_state_dict", {name: whole[name] for name in whole if name in kept}))
 
     def read() -> tuple[dict[str, Any], Any]:
         """Rank 0's values; what its loss scale is and its optimizer state consists of.  Nothing has been changed yet."""
@@ -235,17 +238,25 @@ def _mismatch(model: nn.Module, values: Any, left_out: Collection[str]) -> str:
     }
     missing, unknown = sorted(set(wanted) - set(values)), sorted(map(str, set(values) - set(wanted)))
     shapes = [name for name in wanted if name in values and getattr(values[name], "shape", None) != wanted[name]]
-    if not (missing or unknown or shapes):
+    unread = [name for name in wanted if name in values and name not in shapes and not _readable(values[name])]
+    problems = missing, unknown, shapes, unread
+    if not any(problems):
         return ""
     found = [
         f"{len(names)} {what} ({', '.join(names[:3])})"
-        for what, names in (("missing", missing), ("unknown", unknown), ("of another shape", shapes))
+        for what, names in zip(("missing", "unknown", "of another shape", "not plain dense tensors"), problems, strict=True)
         if names
     ]
     return (
         f"load_state_dict: expected the names and shapes of this model, found {'; '.join(found)}. Load a state of the "
         "same model."
     )
+
+
+def _readable(value: Any) -> bool:
+    """A whole tensor whose values are here."""
+    plain = isinstance(value, Tensor) and not isinstance(value, ShardedTensor) and not is_divided(value)
+    return plain and value.layout is torch.strided and value.device.type != "meta"
 
 
 @contextmanager

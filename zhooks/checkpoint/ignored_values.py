@@ -22,7 +22,7 @@ from zhooks.comm import AllRanks, Comm
 from zhooks.layout import Ignored, is_divided, part_of
 from zhooks.tensor import ShardedTensor
 
-__all__ = ["check_alike", "check_left_out", "check_own", "checksums_of", "left_out_names", "plain_of"]
+__all__ = ["check_alike", "check_left_out", "check_own", "check_writable", "checksums_of", "left_out_names", "plain_of"]
 
 
 def plain_of(ignored: Ignored, verb: str) -> dict[str, nn.Parameter]:
@@ -96,6 +96,25 @@ def check_own(ignored: Ignored, verb: str) -> None:
                 f"{verb}: expected only parameters of this attachment, found {name} of another, whose full values this one "
                 "does not have. Call save() and load() of both attachments, or detach() that one first."
             )
+
+
+def check_writable(verb: str, tensors: Mapping[str, Tensor]) -> None:
+    """What a load overwrites in place can be: torch refuses to write to an expanded tensor or one made in inference mode.
+
+    Raises:
+        CheckpointError: one cannot.
+    """
+    for name, tensor in tensors.items():
+        local = part_of(tensor)
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                # Its own values: torch says now what it would say when others are loaded.
+                local.copy_(local.clone())
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{verb}: expected buffers and parameters that can be written to, found {name}: {error} Replace it by a copy "
+                "(module.name = module.name.clone()) and load again."
+            ) from error
 
 
 def check_alike(

@@ -7,6 +7,7 @@ writes to whatever tier a tensor is on, and never decides whether a file fits th
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from offload.errors import CheckpointError
 from offload.store import Mode
+from offload.tier import Tier
 from zhooks.checkpoint.ignored_values import plain_of
 from zhooks.checkpoint.rng import restore
 from zhooks.checkpoint.saved_files import InFlat, Run, SavedFolder, pour, runs
@@ -35,12 +37,14 @@ class OptimizerStates:
 
     Attributes:
         owned: reads the states of a parameter that is updated whole.
+        owned_nbytes: of those of which this rank is the owner, the bytes of their tensors.
     """
 
     optimizer: torch.optim.Optimizer
     options: Sequence[dict[str, Any]]
     entries: Mapping[nn.Parameter, dict[Any, Any]]
     owned: Mapping[nn.Parameter, Callable[[], OwnedStates]]
+    owned_nbytes: Mapping[nn.Parameter, int]
     loose: Mapping[Any, Any]
 
 
@@ -79,6 +83,23 @@ class Loading:
     rng: dict[str, Any]
     rounding: Mapping[str, Any]
     extra: dict[str, Any]
+
+    def new_states(self) -> Counter[Tier]:
+        """Bytes of states that loading makes, by the tier that they go to."""
+        needed = Counter[Tier]()
+        for number, found in self.flat_states.items():
+            flat = self.run.flats[number]
+            for saved in found:
+                # Where one parameter's lies on the tier there is room for all of its flat buffer.
+                held = [saved.states.optimizer.state.get(flat.params[index], {}).get(saved.key) for index in saved.held]
+                if not any(isinstance(state, ShardedTensor) and state._block is not None for state in held):
+                    needed[flat.kind.tiers.optimizer] += flat.shard_numel * saved.dtype.itemsize
+        for states in self.states:
+            for param, nbytes in states.owned_nbytes.items():
+                if param not in states.optimizer.state:
+                    tiers = [flat.kind.tiers.optimizer for flat in self.run.flats if any(param is one for one in flat.params)]
+                    needed.update(dict.fromkeys(tiers, nbytes))
+        return needed
 
     def hand_over(self) -> Callable[[], None]:
         """Give objects and modules their own states: they alone can refuse what was checked.  Returns what undoes that.

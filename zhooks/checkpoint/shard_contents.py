@@ -23,6 +23,7 @@ from offload.events import Bus
 from offload.shards import Entry, digest
 from offload.store import BlockRange
 from offload.text import shown
+from offload.tier import Tier
 from zhooks import tree
 from zhooks.checkpoint.ignored_values import checksums_of, plain_of
 from zhooks.checkpoint.rank0_values import flats_of
@@ -46,7 +47,8 @@ class RunState:
     """The training run on this rank: what is saved, and what is loaded into.
 
     ``scaling`` keeps the loss scale, which the manifest holds.  ``landed`` is called with each flat buffer whose values,
-    gradients and states have been loaded, so that new states can go to their tier before the next flat's are made.
+    gradients and states have been loaded, so that new states can go to their tier before the next flat's are made; before
+    anything is loaded ``check_room`` is asked whether their tiers take so many bytes of new states.
     ``model_only`` is what the caller asked for: without it, states that are saved have an optimizer to go to, or are refused.
     """
 
@@ -60,6 +62,7 @@ class RunState:
     about: Mapping[str, Any]
     scaling: Scaling
     landed: Callable[[Flat], None]
+    check_room: Callable[[Mapping[Tier, int]], None]
     rounding: Rounding
     ignored: Ignored = field(default_factory=Ignored)
     model_only: bool = False

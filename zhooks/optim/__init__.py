@@ -12,6 +12,7 @@ from zhooks.optim.overlap import Overlap
 from zhooks.optim.owned_states import OwnedStates, flags_of, nbytes_of, plain_parts, tensors_in, with_owners
 from zhooks.optim.owners import Owners, Whole
 from zhooks.optim.rounding import Rounding, check_rounding
+from zhooks.optim.stand_in import Place, stand_in_of, step_stand_in
 from zhooks.optim.states import sharded_states, state_keys, states_of
 from zhooks.optim.step_hooks import Around, Stepper, watch_steps
 from zhooks.optim.steps import Steps
@@ -32,6 +33,7 @@ __all__ = [
     "Overlap",
     "OwnedStates",
     "Owners",
+    "Place",
     "Rounding",
     "Stepper",
     "Steps",
@@ -58,8 +60,10 @@ __all__ = [
     "plain_states_of",
     "shard_vectors",
     "sharded_states",
+    "stand_in_of",
     "state_keys",
     "states_of",
+    "step_stand_in",
     "tensors_in",
     "vectors_in",
     "watch_steps",

@@ -4,16 +4,12 @@
 the user's and allocates nothing on the device.
 
 Note: [States ahead]
-    Only an optimizer knows what it will keep.  So one of the same class and options steps once on the CPU, over parameters of a
-    few elements, and what it then holds in their shape is what it will hold of ours.  There can be none such where it needs a
-    closure, or its constructor other arguments.
+    Only an optimizer knows what it will keep.  So a stand-in steps once (`zhooks.optim.stand_in`), and what it then holds in
+    the shape of its parameters is what ours will hold of ours.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +20,9 @@ from torch.optim import Optimizer
 
 from offload.tier import Tier
 from zhooks.layout import UnitPlan
-from zhooks.optim import OwnedStates, grad_of, nbytes_of, tensors_in, vectors_in
+from zhooks.optim import OwnedStates, Place, grad_of, nbytes_of, stand_in_of, tensors_in, vectors_in
 
 __all__ = ["Stored", "Whole", "state_nbytes", "stored_states"]
-
-_Place = tuple[int, torch.dtype, int]
-"""A parameter as far as states depend on it: its group, the dtype that is updated, its dimensions."""
 
 Whole = tuple[nn.Parameter, int]
 """A parameter that stays whole on the device, and the bytes that it takes."""
@@ -53,7 +46,7 @@ def state_nbytes(
     """
     numels = {id(param): numel for unit in units for param, numel in _on_device(unit, rank)}
     numels.update((id(param), param.numel()) for param, _ in ignored if param.requires_grad)
-    held, coming = 0, list[tuple[_Place, int]]()
+    held, coming = 0, list[tuple[Place, int]]()
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             numel = numels.get(id(param), 0)
@@ -141,39 +134,18 @@ def _itemsize(states: Any, shape: torch.Size) -> int:
     return sum(value.dtype.itemsize for value in values if isinstance(value, Tensor) and value.dim() and value.shape == shape)
 
 
-def _made(optimizer: Optimizer, places: set[_Place]) -> dict[_Place, int] | None:
+def _made(optimizer: Optimizer, places: set[Place]) -> dict[Place, int] | None:
     """Bytes of state an element that a first step of this optimizer makes for parameters of each kind."""
     if not places:
         return {}
-    params = {place: nn.Parameter(torch.zeros((3,) * max(1, place[2]), dtype=place[1], device="cpu")) for place in places}
-    groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        mine = [param for place, param in params.items() if place[0] == number]
-        if mine:
-            options = {key: _on_cpu(value) for key, value in group.items() if key not in ("params", "param_names")}
-            # It asks for a device to capture on.
-            groups.append({**options, **({"capturable": False} if "capturable" in options else {}), "params": mine})
-    kind: Any = type(optimizer)
-    # Whatever it raises, it is another's code that was not made for this.
-    try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=()), torch.no_grad(), torch.device("cpu"):
-            warnings.simplefilter("ignore")
-            named = inspect.signature(kind.__init__).parameters
-            stand_in = kind(groups, **{key: _on_cpu(value) for key, value in optimizer.defaults.items() if key in named})
-            for param in params.values():
-                param.grad = torch.ones_like(param)
-            step = kind.step
-            (step.__wrapped__ if getattr(step, "hooked", False) else step)(stand_in)
-            if any(one.dim() and one.shape != param.shape for param in params.values() for one in _held(stand_in, param)):
-                return None  # how large those are for another shape, nobody knows
-            return {place: _itemsize(stand_in.state.get(param), param.shape) for place, param in params.items()}
-    except Exception:
+    made = stand_in_of(optimizer, places)
+    if made is None:
         return None
+    stand_in, params = made
+    if any(one.dim() and one.shape != param.shape for param in params.values() for one in _held(stand_in, param)):
+        return None  # how large those are for another shape, nobody knows
+    return {place: _itemsize(stand_in.state.get(param), param.shape) for place, param in params.items()}
 
 
 def _held(optimizer: Any, param: nn.Parameter) -> Iterator[Tensor]:
     return tensors_in(optimizer.state.get(param, {}))
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -191,3 +191,39 @@ def test_random_states_of_another_kind_are_refused(state: Any) -> None:
 
     with pytest.raises(zhooks.CheckpointError, match="load: expected"):
         check(state, [torch.device("cpu")])
+
+
+RENAMES = {"step": "steps", "exp_avg": "average"}
+
+
+@on_ranks(2, was=tuple(RENAMES), stepped=(False, True))
+def test_states_under_names_that_the_optimizer_does_not_ask_for_are_refused(was: str, stepped: bool) -> None:
+    """A converter may call them so, with checksums that are right: torch would raise a KeyError in the next step."""
+
+    def rename(document: dict[str, Any], tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        for one in document["optimizers"]:
+            for _, _, entry in one["entries"]:
+                for pair in entry:
+                    pair[0] = RENAMES[was] if pair[0] == was else pair[0]
+        for row in document["states"]:
+            if row[2] == was:
+                row[2], row[3] = RENAMES[was], row[3].replace(f"/{was}/", f"/{RENAMES[was]}/")
+        for name in [name for name in tensors if f"/{was}/" in name]:
+            tensors[name.replace(f"/{was}/", f"/{RENAMES[was]}/")] = tensors.pop(name)
+
+    run = Run({"stage": 3, "units": {"min_numel": 0}})
+    run.train(range(1))
+    with folder() as path:
+        run.save(path / "good")
+        if place()[0] == 0:
+            forge(path / "good", path / "half", 0, rename)
+            forge(path / "half", path / "bad", 1, rename)
+        dist.barrier()
+        again = Run({"stage": 3, "units": {"min_numel": 0}}, seed=5)
+        again.train(range(int(stepped)))
+        before = everything(again)
+        with pytest.raises(zhooks.CheckpointError, match=rf"AdamW's states of each parameter .* \(KeyError: '{was}'\)"):
+            again.load(path / "bad")
+        assert everything(again) == before
+        again.load(path / "good")
+        again.train(range(1, 2))
