@@ -59,6 +59,11 @@ class DistributedModel:
         """
         raise refused(self.path, "no record of which tensors are parameters and which are buffers, as --dtype needs")
 
+    @property
+    def tied(self) -> dict[str, str]:
+        """None: such a folder has a tensor under each of its names."""
+        return {}
+
     def entries(self) -> list[Entry]:
         """The model's parameters and buffers, as ``tensors`` gives them.
 

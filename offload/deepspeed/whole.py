@@ -39,6 +39,11 @@ class DeepSpeedModel:
         """The names of the parameters among ``entries``."""
         return set(self.saved.params)
 
+    @property
+    def tied(self) -> dict[str, str]:
+        """Further names of parameters that have several, each with the one in ``entries``."""
+        return {other: name for other, name in self.saved.tied.items() if name in self.saved.params}
+
     def entries(self) -> list[Entry]:
         """Every parameter once, and the buffers, as ``tensors`` gives them."""
         found = [Entry(name, param.values[VALUE].dtype, param.shape) for name, param in self.saved.params.items()]

@@ -112,6 +112,20 @@ class SavedModel:
         """The names of the parameters among ``entries``."""
         return {param.name for flat in self.flats for param in flat.params}
 
+    @property
+    def tied(self) -> dict[str, str]:
+        """Further names of tensors that have several, each with the one in ``entries``; older folders do not say.
+
+        Raises:
+            CheckpointError: they are no names of tensors here.
+        """
+        names = {entry.name for entry in self.entries()}
+        tied = self.document().get("tied", {})
+        known = isinstance(tied, dict) and all(type(one) is str and one in names for one in tied.values())
+        if not known or names & tied.keys():
+            raise self._refused("names of tied tensors that contradict its tensors")
+        return dict(tied)
+
     def entries(self) -> list[Entry]:
         """Every tensor of the whole model: parameters, buffers, and parameters that were ignored, as ``tensors`` gives them.
 

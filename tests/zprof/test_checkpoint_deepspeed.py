@@ -76,7 +76,7 @@ def test_a_folder_is_converted_for_torch_and_its_distributed_loader(tmp_path: Pa
         assert result.exit_code == 0, result.stderr
     saved = read(tmp_path / "z2-fp32-2")
     found = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert found["model"].keys() == saved.params.keys() | saved.buffers.keys()
+    assert found["model"].keys() == saved.params.keys() | saved.buffers.keys() | saved.tied.keys()
     groups = [saved.groups[number]["lr"] for number in range(2)]
     assert [group["lr"] for group in found["optimizer"]["param_groups"]] == groups
     param = saved.params["a.weight"]

@@ -129,6 +129,22 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of parameters and buffers that have several, and the name that each is saved under."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    buffers = (
+        (f"{prefix}.{key}" if prefix else key, buffer)
+        for prefix, module in tree.named_modules(model, remove_duplicate=False)
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key not in module._non_persistent_buffers_set
+    )
+    for name, tensor in (*tree.named_parameters(model, remove_duplicate=False), *buffers):
+        if first.setdefault(id(tensor), name) != name:
+            tied[name] = first[id(tensor)]
+    return tied
+
+
 def kept_whole(run: RunState, verb: str) -> dict[str, Tensor]:
     """What every rank has whole: buffers, and parameters that are ignored."""
     return buffers_of(run.model) | {name: part_of(param).detach() for name, param in plain_of(run.ignored, verb).items()}
@@ -198,6 +214,7 @@ def contents(run: RunState, extra: Mapping[str, Any], first: Mapping[str, str]) 
     }
     document["ignored gradients"] = list(ignored)
     document["left out"] = checksums_of(run.ignored)
+    document["tied"] = tied_names(run.model)
     document["modules"] = {
         name: packer.pack(module.get_extra_state(), f"extra state of {name}")
         for name, module in extra_states(run.model).items()

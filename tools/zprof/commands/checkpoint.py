@@ -183,7 +183,7 @@ def _progress(label: str, total: int) -> Iterator[Any]:
     default="safetensors",
     show_default=True,
     help="torch: one file of torch.save, as attachment.state_dict gives it. dcp: a folder for torch.distributed.checkpoint. "
-    "Both have the whole state in memory.",
+    "Both have tied tensors under each of their names, and the whole state in memory.",
 )
 @click.option("--optimizer", is_flag=True, help="Also write the optimizer's states, as state.PARAMETER.KEY.")
 @click.option("--max-file", "most", metavar="SIZE", help="The largest file of a folder; by default 5GB.")
@@ -229,7 +229,9 @@ def convert(
         else:
             name = "state.pt"
             write = write_torch if kind == "torch" else write_distributed
-            write(passing / name if single else passing, _values(saved.tensors(), entries), states, groups)
+            model = dict(_values(saved.tensors(), entries))
+            model |= {other: model[first] for other, first in saved.tied.items()}
+            write(passing / name if single else passing, model, states, groups)
         if single:
             os.replace(passing / name, output)
         else:

@@ -23,7 +23,7 @@ Groups = Sequence[dict[str, Any]]
 
 
 def write_torch(
-    path: Path, tensors: Iterator[tuple[str, Tensor]], states: Iterator[tuple[str, Tensor]], groups: Groups | None
+    path: Path, model: dict[str, Tensor], states: Iterator[tuple[str, Tensor]], groups: Groups | None
 ) -> None:
     """What `attachment.state_dict` gives, as `torch.load(weights_only=True)` reads it.
 
@@ -33,7 +33,7 @@ def write_torch(
     """
     import torch
 
-    state: dict[str, Any] = {"model": dict(tensors)}
+    state: dict[str, Any] = {"model": model}
     if groups is not None:
         order = {name: index for index, name in enumerate(name for group in groups for name in group["params"])}
         kept: dict[int, dict[str, Any]] = {}
@@ -47,12 +47,12 @@ def write_torch(
 
 
 def write_distributed(
-    path: Path, tensors: Iterator[tuple[str, Tensor]], states: Iterator[tuple[str, Tensor]], groups: Groups | None
+    path: Path, model: dict[str, Tensor], states: Iterator[tuple[str, Tensor]], groups: Groups | None
 ) -> None:
     """A folder that `dcp.load` reads into `{"model": ..., "optim": ...}`, the optimizer's state flattened by name."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    state: dict[str, Any] = {"model": dict(tensors)}
+    state: dict[str, Any] = {"model": model}
     if groups is not None:
         optim: dict[str, Any] = dict(states)
         for group in groups:
