@@ -30,6 +30,8 @@ from offload.budget import kept_free
 from offload.disk.io import Bytes, Io, Mover
 from offload.errors import PolicyError, TierError
 from offload.pages import ALIGN, aligned
+from offload.private_files import make_folders
+from offload.regular_files import planted_link
 
 __all__ = ["Owner", "ScratchFile", "open_scratch", "remove_stale", "started_ticks", "trouble"]
 
@@ -176,7 +178,12 @@ def open_scratch(folder: Path, label: str, io: Io) -> ScratchFile:
         TierError: its file system fails.
     """
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        planted = planted_link(folder)
+        if planted:
+            raise PolicyError(
+                f"[disk] path: {folder}: expected a folder or a link of your own, found {planted}; name the folder itself"
+            )
+        make_folders(folder)
         path = folder.absolute() / f"zhooks-{label}-{os.getpid()}-{secrets.token_hex(4)}.scratch"
         plain_fd = io.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     except OSError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.shards.commit import Draft, destination, find
+from offload.shards.commit import Draft, destination, find, refuse_occupied
 from offload.shards.export import ExportDraft, ExportKind, WholeFile
 from offload.shards.file import CHUNK, CODES, DTYPES, Entry, Record, ShardReader, ShardWriter, blocks, digest, file_nbytes
 from offload.shards.host_memory import HostMemory, check_memory, copy_name, remove_dead_jobs
@@ -51,6 +51,7 @@ __all__ = [
     "latest",
     "launched_among",
     "read_manifest",
+    "refuse_occupied",
     "remove_dead_jobs",
     "run_of",
     "saved_ns",

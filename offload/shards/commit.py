@@ -16,7 +16,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ from offload.private_files import make_folders
 from offload.regular_files import planted_link
 from offload.shards.file import Record
 from offload.shards.folder import EXCHANGE, OURS, Folder, lstat, made_by_first, renameat2, retire
-from offload.shards.leftovers import recover, standing, working
+from offload.shards.leftovers import recover, standing, strangers_of, working
 from offload.shards.manifest import MANIFEST, MANIFEST_MOST, Manifest, encoded, shard_name
 from offload.text import counted, shown, shown_path
 
-__all__ = ["Draft", "destination", "find"]
+__all__ = ["Draft", "destination", "find", "refuse_occupied"]
 
 #: What a save adds to the name of its target while it works; a file name has at most 255 bytes.
 _NAME_MOST = 255 - len(".tmp-") - 16
@@ -43,7 +43,7 @@ def destination(path: str | os.PathLike[str], verb: str, what: str = "folder") -
     Args:
         what: a folder or a file.
     Raises:
-        CheckpointError: it is no path of a folder, or leads through a link that somebody else left in a folder for everybody.
+        CheckpointError: it is no such path, or leads through a link that somebody else left in a folder for everybody.
     """
     try:
         text = os.fspath(path)
@@ -55,12 +55,18 @@ def destination(path: str | os.PathLike[str], verb: str, what: str = "folder") -
         )
     target = Path(text)
     try:
-        for link in [target, *target.absolute().parents]:
-            _follow_ours(link, verb)
+        planted = planted_link(target)
         place = target.resolve()
-    except RuntimeError:
+    except (OSError, RuntimeError) as error:
+        # As what pathlib raises a loop depends on the version of Python.
+        if isinstance(error, OSError) and error.errno != errno.ELOOP:
+            raise
         found = f"{verb} {shown_path(text)}: expected a path, found a loop of links. Remove it."
         raise CheckpointError(found) from None
+    if planted:
+        raise CheckpointError(
+            f"{verb} {shown_path(text)}: expected a {what} or a link of your own, found {planted}. Name the {what} itself."
+        )
     if not 0 < len(os.fsencode(place.name)) <= _NAME_MOST:
         raise CheckpointError(
             f"{verb} {shown_path(text)}: expected a {what} whose name has 1 to {_NAME_MOST} bytes, found "
@@ -69,17 +75,24 @@ def destination(path: str | os.PathLike[str], verb: str, what: str = "folder") -
     return place
 
 
-def _follow_ours(path: Path, verb: str) -> None:
-    """As Linux protects links: in a folder where everybody may make files, another user's are not followed."""
-    status = lstat(path)
-    if status is None or not stat.S_ISLNK(status.st_mode):
-        return
-    around = os.stat(path.parent)
-    shared = around.st_mode & stat.S_ISVTX and around.st_mode & stat.S_IWOTH
-    if shared and status.st_uid not in (os.geteuid(), around.st_uid):
+def refuse_occupied(target: Path, verb: str) -> None:
+    """A folder that others rely on to stay what it is must not change places with a new one; asked on every rank.
+
+    Raises:
+        CheckpointError: it is the working directory of this process or holds it, the home directory, or a mount point.
+    """
+    found = ""
+    with suppress(OSError, RuntimeError):
+        if target in [here := Path.cwd().resolve(), *here.parents]:
+            found = "the working directory of this process" if target == here else "a folder that holds the working directory"
+        elif os.path.ismount(target):
+            found = "a mount point"
+        elif target == Path.home().resolve():
+            found = "the home directory"
+    if found:
         raise CheckpointError(
-            f"{verb} {shown_path(path)}: expected a folder or a link of your own, found a link that another user (uid "
-            f"{status.st_uid}) made in a folder that everybody can write to. Name the folder itself."
+            f"{verb} {shown_path(target)}: expected a folder that a new one may replace, found {found}. Name a folder in it, "
+            f"e.g. {shown_path(target / 'step-100')}."
         )
 
 
@@ -112,14 +125,23 @@ class Draft:
                 pass
         make_folders(self.target.parent)
         self._parent = Folder(self.target.parent)
-        os.mkdir(self._name, 0o700, dir_fd=self._parent.fd)
-        self._made = Folder(self._name, self._parent)
         working.add(self.token)
-        self._made.create(f"saving-{self.token}", Owner.here().page())
+        self._made = self._marked(self._parent)
         self.opened_ns = os.fstat(self._made.fd).st_mtime_ns
         recover(self._parent, self.target.name, self._made)
         with self._earlier(self._parent, self._made):
             pass
+
+    def _marked(self, parent: Folder) -> Folder:
+        """A new folder with the file that says who works in it."""
+        while True:
+            os.mkdir(self._name, 0o700, dir_fd=parent.fd)
+            # Another save to this path may take the empty folder for what a killed one left.
+            with suppress(FileNotFoundError), ExitStack() as undo:
+                made = undo.enter_context(Folder(self._name, parent))
+                made.create(f"saving-{self.token}", Owner.here().page())
+                undo.pop_all()
+                return made
 
     @contextmanager
     def files(self) -> Iterator[int]:
@@ -263,9 +285,11 @@ def find(target: Path) -> Path:
     """
     if (target / MANIFEST).exists():
         return target
+    stranger: int | None = None
     if not _has_foreign(target) and target.parent.is_dir():
         with Folder(target.parent) as parent:
             name = standing(parent, target.name)
+            stranger = next(strangers_of(parent, target.name), None)
         if name is not None:
             return target.with_name(name)
     if (target / ".metadata").exists():
@@ -274,6 +298,8 @@ def find(target: Path) -> Path:
             "FSDP2's are saved). Load it with dcp.load and get_state_dict of the attached model."
         )
     what = "a folder without a manifest" if target.is_dir() else "a file" if target.exists() else "nothing there"
+    if stranger is not None:
+        what += f" but what another user (uid {stranger}) left beside it, in a folder that everybody can write to"
     raise CheckpointError(
         f"load {target}: expected a checkpoint that attachment.save() wrote, found {what}. Check the path; a save that was "
         "killed before its commit leaves none."

@@ -21,7 +21,7 @@ from offload.private_files import create
 from offload.regular_files import read_regular
 from offload.shards.manifest import MANIFEST, Manifest, read_manifest
 
-__all__ = ["EXCHANGE", "OURS", "Folder", "lstat", "made_by_first", "renameat2", "retire"]
+__all__ = ["EXCHANGE", "OURS", "Folder", "lstat", "made_by_first", "renameat2", "retire", "says_nothing"]
 
 RENAME_NOREPLACE, EXCHANGE = 1, 2
 #: Files that a save makes, while it works and to stay.
@@ -34,6 +34,12 @@ def lstat(path: Path) -> os.stat_result | None:
         return os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def says_nothing(error: BaseException) -> bool:
+    """Whether what failed says nothing of a file: this process or its machine lacks what opening one takes."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class Folder:
@@ -126,10 +132,16 @@ class Folder:
             return None
 
     def manifest(self) -> Manifest | None:
-        """The manifest that lies here, where it can be read."""
+        """The manifest that lies here, where it can be read.
+
+        Raises:
+            CheckpointError, OSError: nobody knows, for this process or its machine has no descriptors or memory left.
+        """
         try:
             return read_manifest(self.path)
-        except (CheckpointError, OSError):
+        except (CheckpointError, OSError) as error:
+            if says_nothing(error):
+                raise
             return None
 
     def token(self) -> str | None:
@@ -194,16 +206,20 @@ def made_by_first(target: Path, name: str, mark: str, verb: str) -> Iterator[int
     Args:
         verb: what it was made for, for the error.
     Raises:
-        CheckpointError: it is not here.
+        CheckpointError: it is not here.  OSError: it cannot be opened.
     """
     try:
         with Folder(target.parent) as parent, Folder(name, parent) as folder:
             if folder.size(mark) is None:
                 raise FileNotFoundError
             fd = os.dup(folder.fd)
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
+        found = "none on this host"
+        with suppress(OSError):
+            if os.statvfs(target.parent).f_flag & os.ST_RDONLY:
+                found += f", where the file system at {target.parent} is mounted read-only"
         raise CheckpointError(
-            f"{verb} {target}: expected the folder that the first rank made, found none on this host. {verb.capitalize()} into "
+            f"{verb} {target}: expected the folder that the first rank made, found {found}. {verb.capitalize()} into "
             "a file system that all hosts share, by the same path."
         ) from error
     try:

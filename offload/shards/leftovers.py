@@ -10,7 +10,10 @@ Note: [What is ours]
     save left: it is empty, or holds the file that the save of that token made first, or a manifest of that token, or the
     checkpoint at ``NAME`` is of that token, which then took its place.  A save that may still be running keeps its folder.
     So it is with names that differ from ``NAME`` in the last number alone (step-9 before step-10), but for an hour an empty
-    one stays there: its save may be running, and be about to make that file.
+    one stays there: its save may be running, and be about to make that file.  Where an empty one is removed all the same,
+    its save makes another.
+    In a folder where everybody may make files, what another user than its owner made is nothing that a save left, to loaders
+    neither.
     In such a folder only regular files of our own names are removed; what the user put beside them moves on to the new
     folder, never over anything.
 """
@@ -20,13 +23,15 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
 
 from offload.disk import Owner
 from offload.pages import ALIGN
+from offload.regular_files import strangers
 from offload.shards.folder import Folder, retire
 
-__all__ = ["BESIDE", "names_like", "recover", "standing", "working"]
+__all__ = ["BESIDE", "names_like", "recover", "standing", "strangers_of", "working"]
 
 _TOKEN = "[0-9a-f]{16}"
 #: The name of a checkpoint, and what a save added to it.
@@ -45,14 +50,24 @@ def names_like(name: str) -> re.Pattern[str] | None:
 
 
 def _leftovers(parent: Folder, name: str, kind: str) -> list[str]:
-    """The tokens of the folders ``NAME.tmp-TOKEN`` or ``NAME.old-TOKEN``, the latest first; links are none of them."""
+    """The tokens of the folders ``NAME.tmp-TOKEN`` or ``NAME.old-TOKEN``, the latest first; links and what strangers made are
+    none of them."""
     prefix = f"{name}.{kind}-"
     found: dict[str, int] = {}
     for each in parent.names():
-        status = parent.entry(each) if each.startswith(prefix) else None
-        if status is not None and stat.S_ISDIR(status.st_mode) and re.fullmatch(_TOKEN, each.removeprefix(prefix)):
+        status = parent.entry(each) if each.startswith(prefix) and re.fullmatch(_TOKEN, each.removeprefix(prefix)) else None
+        if status is not None and stat.S_ISDIR(status.st_mode) and not strangers(parent.status, status):
             found[each.removeprefix(prefix)] = status.st_mtime_ns
     return sorted(found, key=found.__getitem__, reverse=True)
+
+
+def strangers_of(parent: Folder, name: str) -> Iterator[int]:
+    """Who made what looks like something a save of ``name`` left, where it was neither this user nor the folder's owner."""
+    for each in parent.names():
+        beside = BESIDE.fullmatch(each)
+        status = parent.entry(each) if beside is not None and beside[1] == name else None
+        if status is not None and strangers(parent.status, status):
+            yield status.st_uid
 
 
 def standing(parent: Folder, name: str) -> str | None:
@@ -114,7 +129,7 @@ def _finish(parent: Folder, name: str, made: Folder) -> None:
     if folder is None or begun is None:
         return
     with folder:
-        if folder.status.st_uid == made.status.st_uid and _is_over(folder, begun[3], made, 0):
+        if folder.status.st_uid == made.status.st_uid and _is_over(folder, begun[3], made):
             parent.rename(begun[0], name)
             parent.sync()
 
@@ -130,24 +145,28 @@ def _tidy(
         with folder:
             if os.path.samestat(folder.status, made.status) or folder.status.st_uid != made.status.st_uid:
                 return
-            if token == current or _is_over(folder, token, made, patience_ns):
+            if not folder.names():
+                # Whoever makes a file in it meanwhile keeps it.
+                if _silent(folder, made, patience_ns):
+                    os.rmdir(name, dir_fd=parent.fd)
+            elif token == current or _is_over(folder, token, made):
                 retire(parent, name, folder, heir)
 
 
-def _is_over(folder: Folder, token: str, made: Folder, patience_ns: int) -> bool:
-    """Whether ``folder`` is of the save of that token, and the save certainly does not run any more.
+def _silent(folder: Folder, made: Folder, patience_ns: int) -> bool:
+    """Nothing in it has changed for so long."""
+    return not patience_ns or made.status.st_mtime_ns - folder.status.st_mtime_ns >= patience_ns
 
-    Args:
-        patience_ns: how long one without its mark may be about to get it.
-    """
+
+def _is_over(folder: Folder, token: str, made: Folder) -> bool:
+    """Whether ``folder``, which is not empty, is of the save of that token, and the save certainly does not run any more."""
     mark = f"saving-{token}"
     names, nbytes = folder.names(), folder.size(mark)
-    silent = not patience_ns or made.status.st_mtime_ns - folder.status.st_mtime_ns >= patience_ns
     if nbytes is None:
-        return (silent and not names) or folder.token() == token
+        return folder.token() == token
     if nbytes != ALIGN:
-        # Killed in its first write.
-        return silent and names == [mark]
+        # Killed in its first write, or in it now.
+        return names == [mark] and _silent(folder, made, _SILENT_NS)
     with open(os.open(mark, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder.fd), "rb") as file:
         owner = Owner.of_page(file.read(ALIGN))
     if owner is None:

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.errors import CheckpointError
+from offload.regular_files import strangers
 from offload.shards.commit import destination, find
-from offload.shards.folder import OURS, Folder, retire
+from offload.shards.folder import OURS, Folder, retire, says_nothing
 from offload.shards.leftovers import BESIDE, names_like
 from offload.shards.manifest import Manifest, read_manifest
 from offload.text import shown_path
@@ -31,14 +32,15 @@ __all__ = ["Series", "latest", "run_of", "saved_ns", "when_saved"]
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Find the newest complete checkpoint in ``folder``, by the time of its save in its manifest.
 
-    Every rank calls it, on a file system they share; ``load`` refuses ranks that found different ones.
+    Every rank calls it, on a file system they share; ``load`` refuses ranks that found different ones.  In a folder that
+    everybody can write to (/tmp), only checkpoints of this user and of the folder's owner count.
 
     Args:
         folder: a folder that holds checkpoints.
     Returns:
         The path of the checkpoint; None if there is none.
     Raises:
-        CheckpointError: ``folder`` is a file, or not a path.
+        CheckpointError: ``folder`` is a file, or not a path.  OSError: it cannot be looked into.
     """
     place = destination(folder, "latest")
     if not place.exists():
@@ -54,13 +56,16 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _whole(parent: Folder, target: Path) -> Manifest | None:
-    """The manifest of the complete checkpoint that ``target`` is, or that a killed save of it left."""
-    with suppress(CheckpointError, OSError):
+    """The manifest of the complete checkpoint that ``target`` is, or that a killed save of it left; None of a stranger's."""
+    try:
         inside = parent.folder(find(target).name)
         if inside is not None:
             with inside:
-                manifest = inside.manifest()
+                manifest = None if strangers(parent.status, inside.status) else inside.manifest()
                 return manifest if manifest is not None and inside.whole(manifest) else None
+    except (CheckpointError, OSError) as error:
+        if says_nothing(error):
+            raise
     return None
 
 
@@ -144,7 +149,7 @@ class Series:
                     yield member
 
     def _member(self, parent: Folder, name: str) -> _Member | None:
-        with suppress(OSError):
+        with suppress(OSError, CheckpointError):
             folder = parent.folder(name)
             if folder is None:
                 return None

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from offload.errors import CheckpointError, PolicyError
 from offload.events import Bus
-from offload.shards import ExportDraft, ExportKind, destination
+from offload.shards import ExportDraft, ExportKind, destination, refuse_occupied
 from offload.text import parse_size, shown, shown_path
 from zhooks import tree
 from zhooks.checkpoint.ignored_values import check_alike
@@ -89,6 +89,7 @@ def save_pretrained(
     bare = uncompiled(model)
 
     def read() -> tuple[ExportKind, str]:
+        refuse_occupied(target, _VERB)
         _check_mesh(comm)
         if asked.tokenizer is not None and not callable(getattr(asked.tokenizer, _VERB, None)):
             raise CheckpointError(

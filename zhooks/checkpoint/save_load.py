@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,18 @@ from offload.deepspeed import find as find_deepspeed
 from offload.deepspeed import is_deepspeed
 from offload.deepspeed import read as read_deepspeed
 from offload.errors import CheckpointError, ZhooksError
-from offload.shards import Draft, Manifest, Record, Series, ShardWriter, destination, find, read_manifest, shard_name
+from offload.shards import (
+    Draft,
+    Manifest,
+    Record,
+    Series,
+    ShardWriter,
+    destination,
+    find,
+    read_manifest,
+    refuse_occupied,
+    shard_name,
+)
 from offload.store import Store
 from offload.text import shown_path
 from zhooks.checkpoint.background import Commit, Saving, Writing, write_file
@@ -41,6 +52,8 @@ Take = Callable[[Sequence[FileTensor]], Snapshot]
 FilesOf = Callable[[Path, Manifest], Files]
 
 T = TypeVar("T")
+#: So often a checkpoint that is replaced while it is read is looked for again.
+_TRIES = 8
 
 
 @torch.no_grad()
@@ -118,6 +131,7 @@ def _begin(run: RunState, folder: str | os.PathLike[str], series: Series) -> tup
 
     def found() -> Path:
         target = destination(folder, "save")
+        refuse_occupied(target, "save")
         series.check(target)
         return target
 
@@ -149,11 +163,12 @@ def load(
     given = list(saved) if isinstance(saved, (list, tuple)) else [saved]
     ranks = AllRanks(run.comm.stage, "load", shown_path(given[0]) if given else "[]")
     stages = AllRanks(run.comm.pp, "load", "all stages")
-    targets: list[Path] = []
+    targets = _on_stages(stages, lambda: ranks.run(lambda: _destinations(given)))
     nbytes = 0
+    run.bus.begin("load", targets[0].name)
     try:
         with ExitStack() as files:
-            loading, nbytes, follow = _on_stages(stages, lambda: _checked(run, ranks, given, targets, files, files_of))
+            loading, nbytes, follow = _found(run, ranks, stages, targets, files, files_of)
             check_stages(run.comm, loading)
             undo: list[Callable[[], None]] = []
             try:
@@ -167,8 +182,34 @@ def load(
             follow()
         return loading.extra
     finally:
-        if targets:
-            run.bus.end("load", targets[0].name, nbytes)
+        run.bus.end("load", targets[0].name, nbytes)
+
+
+def _found(
+    run: RunState, ranks: AllRanks, stages: AllRanks, targets: Sequence[Path], files: ExitStack, files_of: FilesOf
+) -> tuple[Loading, int, Callable[[], None]]:
+    """What is to be loaded; looked for again where another process has put a newer checkpoint in its place.  Collective."""
+    tokens: list[str] = []
+    for left in reversed(range(_TRIES)):
+        tokens.clear()
+        try:
+            return _on_stages(stages, lambda: _checked(run, ranks, targets, tokens, files, files_of))
+        except CheckpointError as error:
+            # What had been opened is of a checkpoint that is gone: nobody can tell that from damage by the files alone.
+            here = error if _tokens(targets) != tokens else None
+            replaced = ranks.first_failure(here) is not None
+            if stages.first_failure(error if replaced else None) is None or not left:
+                raise
+            files.close()
+    raise AssertionError("the last try returns or raises")
+
+
+def _tokens(targets: Sequence[Path]) -> list[str]:
+    """Those of the checkpoints that are there now, as far as there are any."""
+    found: list[str] = []
+    with suppress(CheckpointError, OSError):
+        found.extend(read_manifest(find(target)).token for target in targets if not is_deepspeed(target))
+    return found
 
 
 def _on_stages(stages: AllRanks, step: Callable[[], T]) -> T:
@@ -187,11 +228,9 @@ def _on_stages(stages: AllRanks, step: Callable[[], T]) -> T:
 
 
 def _checked(
-    run: RunState, ranks: AllRanks, given: Sequence[Any], targets: list[Path], files: ExitStack, files_of: FilesOf
+    run: RunState, ranks: AllRanks, targets: Sequence[Path], read: list[str], files: ExitStack, files_of: FilesOf
 ) -> tuple[Loading, int, Callable[[], None]]:
-    """Everything that can be wrong with the folders.  Collective."""
-    targets.extend(ranks.run(lambda: _destinations(given)))
-    run.bus.begin("load", targets[0].name)
+    """Everything that can be wrong with the folders; ``read`` gets the tokens of those of ours.  Collective."""
     foreign = ranks.share(ranks.run(lambda: list(map(is_deepspeed, targets)) if ranks.first else []))
     suffixes = ranks.share(ranks.run(lambda: list(map(_suffix, targets, foreign)) if ranks.first else []))
     paths = [Path(f"{one}{suffix}") for one, suffix in zip(targets, suffixes, strict=True)]
@@ -202,6 +241,7 @@ def _checked(
             if other:
                 return deepspeed_folder(read_deepspeed(path), run, place)
             manifest = read_manifest(path)
+            read.append(manifest.token)
             return SavedFolder(path, manifest, place, files_of(path, manifest))
 
         return list(map(folder, paths, foreign))

@@ -192,6 +192,10 @@ def _advice(error: OSError) -> str:
         errno.EACCES: "Let this user write there",
         errno.EPERM: "Let this user write there",
         errno.EIO: "Look at the device, which fails (dmesg)",
+        errno.EMFILE: "Raise ulimit -n, or close what this process has left open",
+        errno.ENFILE: "Raise fs.file-max of this machine",
+        errno.EMFILE: "Raise ulimit -n, or close what this process has left open",
+        errno.ENFILE: "Raise fs.file-max of this machine",
     }
     return known.get(error.errno or 0, "Correct that")
 
