@@ -120,6 +120,10 @@ def read(path: Path, kind: Kind) -> Document:
     source = shown_path(path)
     text = _text(path, kind)
     try:
+        if path.suffix.lower() in (".yaml", ".yml"):
+            raise kind.error(f"{source}: expected a {kind.noun} in TOML or JSON, found {_yaml(text)}")
+        if path.suffix.lower() == ".json" or text.lstrip().startswith(("{", "//", "/*")):
+            text = _without_comments(text)
         _check_shape(text, source, kind)
         if path.suffix.lower() == ".json" or text.lstrip().startswith("{"):
             return Document(kind, source, _json_values(text, source, kind), _spots(source, _json_lines(text)), len(text))
@@ -269,6 +273,38 @@ def _json_values(text: str, source: str, kind: Kind) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise kind.error(f"{source}:1: expected a JSON object, found {shown(values)}")
     return values
+
+
+_JSON_COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"?|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
+_JSON_LAST_COMMA = re.compile(r'"(?:[^"\\\n]|\\.)*"?|,(?=\s*[}\]])')
+
+
+def _without_comments(text: str) -> str:
+    """JSON where comments and a comma after the last member are allowed, as DeepSpeed reads its configurations: spaces stand
+    for them, so that lines and columns stay what they are."""
+
+    def blank(match: re.Match[str]) -> str:
+        return match[0] if match[0].startswith('"') else re.sub(r"[^\n]", " ", match[0])
+
+    return _JSON_LAST_COMMA.sub(blank, _JSON_COMMENT.sub(blank, text))
+
+
+_ACCELERATE = re.compile(r"^(compute_environment|distributed_type|deepspeed_config|fsdp_config)[ \t]*:", re.MULTILINE)
+_NAMED_JSON = re.compile(r"^[ \t]+deepspeed_config_file[ \t]*:[ \t]*(\S+)", re.MULTILINE)
+
+
+def _yaml(text: str) -> str:
+    """What a file in YAML is, and what to pass instead."""
+    if not _ACCELERATE.search(text):
+        return "YAML; write it in one of these"
+    named = _NAMED_JSON.search(text)
+    instead = "the stage and tiers that it asks for as TOML"
+    if named:
+        instead = f"{one_line(named[1])[:120]}, the DeepSpeed configuration that it names"
+    return (
+        f"Accelerate's own configuration, which says how processes are started; pass {instead} "
+        "(docs/how-to/from-deepspeed.md)"
+    )
 
 
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}\[\],:\n]', re.DOTALL)

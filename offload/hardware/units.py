@@ -83,7 +83,8 @@ def format_seconds(seconds: float) -> str:
 def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError("not a number")
-    if not math.isfinite(value) or abs(value) > _MOST:
+    # Compared first: an integer above every float cannot be made one.
+    if abs(value) > _MOST or not math.isfinite(value):
         raise ValueError("not a finite number")
     return float(value)
 

@@ -221,3 +221,11 @@ def test_curves_by_operation_are_written_and_read_and_checked(tmp_path: Path) ->
     assert Hardware.load(file).memory_bound == profile.memory_bound
     with pytest.raises(HardwareError, match="by_operation"):
         Hardware.of("h100").replaced(memory_bound={"by_operation": {"gelu": [[1e6, 2.0]]}})
+
+
+@pytest.mark.parametrize("digits", [30, 309, 400])
+@pytest.mark.parametrize("key", ["[peak]\nfp64", "[memory]\nbandwidth", "[overhead]\nlaunch"])
+def test_an_integer_above_every_float_is_refused_by_its_line(tmp_path: Path, digits: int, key: str) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text(f"{key} = {'9' * digits}\n")
+    assert complaint(path).startswith("machine.toml:")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -382,6 +383,57 @@ def test_a_mistake_is_one_line_with_file_line_and_remedy(values: dict[str, Any],
 def test_all_mistakes_are_listed_at_once(write: Write) -> None:
     path = write({"bf16": {"enabled": 3}, "zero_optimization": {"stage": 9, "overlap_com": True}})
     assert [line.removeprefix(f"{path}:").partition(":")[0] for line in complaint(path).splitlines()] == ["3", "6", "7"]
+
+
+COMMENTED = """
+// DeepSpeed reads its configurations as Hjson. {
+{
+  "zero_optimization": {  # the stage
+    /* of ZeRO,
+       in "words" */
+    "stage": 3, // not 2,
+    "offload_optimizer": {"device": "nvme", "nvme_path": "/mnt//a#b/,}"},
+  },
+  "bf16": {"enabled": true, },
+}
+"""
+
+
+@pytest.mark.parametrize("name", ["ds_config.json", "ds_config"])
+def test_comments_and_trailing_commas_are_read_as_deepspeed_does(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(COMMENTED)
+    policy = Policy.of(path)
+    assert (policy.stage, policy.disk.path, policy.precision.param) == (3, "/mnt//a#b/,}", "bf16")
+
+
+def test_an_error_beside_comments_has_the_line_and_column_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text('{ // first\n  "zero_optimization": {"stage": 3,}, # second\n  "bf16": oops\n}\n')
+    assert complaint(path) == f"{path}:3: not valid JSON: Expecting value (column 11)"
+    path.write_text('{ // first\n  # second\n  "zero_optimization": {"stage": 7}\n}\n')
+    assert complaint(path).startswith(f"{path}:3: ")
+
+
+ACCELERATE = """compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config:
+  zero_stage: 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (ACCELERATE, r"found Accelerate's own configuration, .*; pass the stage and tiers that it asks for as TOML"),
+        (ACCELERATE + "  deepspeed_config_file: conf/ds.json\n", r"; pass conf/ds\.json, the DeepSpeed configuration that it"),
+        ("stage: 3\n", r"expected a policy in TOML or JSON, found YAML; write it in one of these"),
+    ],
+)
+def test_yaml_is_named_as_what_it_is_with_what_to_pass(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "default_config.yaml"
+    path.write_text(text)
+    assert re.search(expected, complaint(path))
 
 
 def test_comments_and_a_schema_key_are_left_alone() -> None:

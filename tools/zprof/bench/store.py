@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -127,4 +127,4 @@ def _sound(figure: Figure) -> bool:
     if not all(isinstance(text, str) and len(text) <= _MOST_TEXT for text in texts) or figure.name not in NAMES:
         return False
     rate = figure.bytes_per_s
-    return isinstance(rate, (int, float)) and not isinstance(rate, bool) and math.isfinite(rate) and rate > 0
+    return isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 < rate <= sys.float_info.max
