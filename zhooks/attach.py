@@ -36,7 +36,7 @@ from zhooks.checkpoint import StockFolders, StockState, remove_dead_jobs
 from zhooks.comm import CONTROL, Call, Comm, Progress, all_or_none, meet, open_comm, refuse_unconnected, refused_by_all
 from zhooks.compiled import keep_outside_graphs
 from zhooks.keywords import explained, explained_methods
-from zhooks.optim import Around, Closures, Optimizers, Owners, Rounding, Steps, Untrained, watch_steps
+from zhooks.optim import Around, Closures, HeldSteps, Optimizers, Owners, Rounding, Steps, Untrained, watch_steps
 from zhooks.plan import DeviceBudget, Plan, Request, StateBudgets, ignored_here, look, read
 from zhooks.planning import Choice, chosen_for
 from zhooks.report import (
@@ -199,7 +199,11 @@ class Attachment(
         # A step calls them in this order; torch's hooks keep none of them alive.
         budgets = self._device_budget, self._state_budgets
         # The first of them comes before what hides parameters from a step that is skipped.
-        first: tuple[Around, ...] = (self._untrained, self._optimizers, *budgets, scaling, self._nonfinite, self._steps)
+        held = HeldSteps(
+            partial(self._ignored.parameters, self.model), lambda: runtime.reducer.held, runtime.reduce_held
+        )
+        self._held_steps = held
+        first: tuple[Around, ...] = (self._untrained, held, self._optimizers, *budgets, scaling, self._nonfinite, self._steps)
         for around in first:
             undo.callback(watch_steps(around))
         if self._comm.failure is not None:
@@ -301,20 +305,18 @@ class Attachment(
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients over the backward passes inside the block, as under DistributedDataParallel.
 
-        At stages 0 and 1 the reduction is deferred to the first backward outside the block.  At stages 2 and 3, which shard
-        gradients, each backward still reduces into the shards, to save memory; ``accumulate`` never does.
+        At stages 0 and 1 the reduction is deferred to the first backward outside the block, or to the optimizer's step or a use
+        of a gradient's values if that comes first, on every rank.  Clearing gradients (``zero_grad``, ``p.grad = None``) also
+        clears what was accumulated, on this rank alone.  At stages 2 and 3, which shard gradients, each backward still reduces
+        into the shards, to save memory; ``accumulate`` never does.
         """
         self._check_attached("no_sync")
-        reducer = self._runtime.reducer
         self._runtime.finish_backward()
-        before, reducer.sync = reducer.sync, False
-        try:
-            yield
-        finally:
+        with self._runtime.reducer.unsynced():
             try:
-                self._runtime.finish_backward()
+                yield
             finally:
-                reducer.sync = before
+                self._runtime.finish_backward()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -434,6 +436,6 @@ def abandon(attachment: Attachment) -> None:
     assert undo is not None
     for unit in attachment._units:
         for flat in unit.flats:
-            flat.holds, flat.ask = False, None
+            flat.holds, flat.ask, flat.sums = False, None, None
             flat.end_graph()
     undo.close()

@@ -6,7 +6,7 @@ kept, on the device or on a tier, is for ``shard.py`` to know.  It never communi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from offload.errors import ShardedOpError
 from offload.memory import Use
 from zhooks.comm import Chunk, chunks_of, in_order, read
 from zhooks.grad.shard import hold, shard_of
+from zhooks.grad.stacks import in_backward
 from zhooks.grad.user_hooks import has_hooks, hooked
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, Pool
@@ -41,6 +42,7 @@ class Gradient:
     """One flat buffer's gradient: the partial sum of this rank, and the reduced range behind the parameters' ``.grad``.
 
     Args:
+        reduce: reduces what is held back of all flat buffers.
         returned: it becomes nobody's ``.grad``: autograd.grad returns it.
     Attributes:
         shard: where the reduced range is kept.
@@ -49,14 +51,15 @@ class Gradient:
         partial, present: what was added up and not taken yet, and for which parameters there was something.
     """
 
-    def __init__(self, flat: Flat, pool: Pool, *, returned: bool = False) -> None:
-        self.flat, self._pool, self._returned = flat, pool, returned
+    def __init__(self, flat: Flat, pool: Pool, reduce: Callable[[], None], *, returned: bool = False) -> None:
+        self.flat, self._pool, self._reduce, self._returned = flat, pool, reduce, returned
         self.shard = shard_of(flat, pool)
         self.chunks: Sequence[Chunk] = (Chunk(0, flat.shard_numel, (), flat.layout),)
         # A replicated gradient is gathered again when its ranges are reduced.
         self.moved_nbytes = flat.sum_nbytes * (1 if flat.sharded else 2 if flat.layout.world > 1 else 0)
         self.present = [False] * len(flat.params)
         self.partial: Tensor | None = None
+        self._drops = [0] * len(flat.params)
         # Nothing is copied between the partial sum and the shard: they are one.
         self._sums_in_shard = self.shard.direct and not flat.sharded
 
@@ -111,6 +114,28 @@ class Gradient:
             self.give_back(self.partial)
             self.shard.reserved = False
         self.partial, self.present = partial, list(present)
+
+    # What the user does to a sum that is held back (tensor.group.HeldSums).
+
+    def holds(self, index: int) -> bool:
+        return self.partial is not None and self.present[index] and not in_backward()
+
+    def drops(self, index: int) -> int:
+        return self._drops[index]
+
+    def drop(self, index: int) -> None:
+        self._drops[index] += 1
+        if self.holds(index):
+            self.present[index] = False
+            if not any(self.present):
+                self.resume(None, self.present)
+
+    def zero(self, index: int) -> None:
+        assert self.partial is not None
+        self.flat.specs[index].within(self.partial, self.flat.layout.starts[index]).zero_()
+
+    def reduce(self) -> None:
+        self._reduce()
 
     def buffer(self, numel: int, what: str = "gradient on device") -> Tensor:
         """An uninitialised buffer, 1-D in the reduce dtype: one of the pool's, which are used under a backward's one stream."""
@@ -231,8 +256,8 @@ class LongGradient(Gradient):
     What autograd hands over stays autograd's own until the chunks are filled from it, unless the sum is held back.
     """
 
-    def __init__(self, flat: Flat, pool: Pool, *, returned: bool = False) -> None:
-        super().__init__(flat, pool, returned=returned)
+    def __init__(self, flat: Flat, pool: Pool, reduce: Callable[[], None], *, returned: bool = False) -> None:
+        super().__init__(flat, pool, reduce, returned=returned)
         # Every chunk takes buffers of the same size, the last too: so the pool has them again.
         self._most = flat.pool.bound // flat.kind.wide
         kept, world = flat.group.layout, flat.layout.world
@@ -289,6 +314,6 @@ class LongGradient(Gradient):
         return self.buffer(self._most // self.flat.layout.world, "communication on device")[: chunk.numel]
 
 
-def gradient_of(flat: Flat, pool: Pool, *, returned: bool = False) -> Gradient:
-    """The gradient of one flat buffer, without memory yet."""
-    return (LongGradient if flat.long else Gradient)(flat, pool, returned=returned)
+def gradient_of(flat: Flat, pool: Pool, reduce: Callable[[], None], *, returned: bool = False) -> Gradient:
+    """The gradient of one flat buffer, without memory yet; ``reduce`` reduces what is held back."""
+    return (LongGradient if flat.long else Gradient)(flat, pool, reduce, returned=returned)

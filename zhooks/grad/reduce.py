@@ -61,6 +61,9 @@ class Backward(Protocol):
     def backward_passed(self, unit: int) -> bool:
         """All gathers of this backward up to that unit's last are launched."""
 
+    def reduce_held(self) -> None:
+        """Reduce what ``no_sync`` holds back.  Collective."""
+
 
 class Updates(Protocol):
     """Who updates parameters in backward (``optim/overlap.py``)."""
@@ -111,6 +114,8 @@ class Reducer:
         self._same = SameGathers(comm)
         self._backward = backward
         self.sync = True
+        #: A block of ``no_sync`` has begun since the last reduction: on every rank alike, whatever a rank holds back.
+        self.held = False
         #: This rank has run out of batches: its gradients count as zero.
         self.idle = False
         self.accumulation = Accumulation(comm.world.axis.ranks)
@@ -158,6 +163,15 @@ class Reducer:
         """What sums over the ranks and all replicas are divided by, now."""
         return self._divisor * self.replicas.averaged() if self._mean_of_all else 1
 
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """Gradients that may add up unreduced do so inside."""
+        before, self.sync, self.held = self.sync, False, self.held or self._unreduced
+        try:
+            yield
+        finally:
+            self.sync = before
+
     def reduce_over(self, replicas: ReplicaSums | None) -> None:
         """From the next backward on gradients are summed over these copies of the model; None is the axis of the mesh."""
         self.replicas = OnAxis(self.comm) if replicas is None else replicas
@@ -199,7 +213,10 @@ class Reducer:
     def watch(self, flats: Sequence[Flat]) -> None:
         """Take over these flats (all trainable ones of the attachment), in unit order."""
         kept = {gradient.flat: gradient for gradient in self.gradients.values()}
-        self.gradients = {flat.number: kept.get(flat) or gradient_of(flat, self.pool) for flat in flats}
+        reduce = self._backward.reduce_held
+        self.gradients = {flat.number: kept.get(flat) or gradient_of(flat, self.pool, reduce) for flat in flats}
+        for flat in flats:
+            flat.sums = self.gradients[flat.number]
         self._streams = one_stream(flats[0].kind.device) if flats else self._streams
         self._canonical()
         self._agreed = False
@@ -359,7 +376,7 @@ class Reducer:
                 None if grad is None else hooked(ShardedTensor(grad.reshape(-1), spec))
                 for grad, spec in zip(grads, flat.specs, strict=True)
             ]
-        gradient = gradient_of(flat, self.pool, returned=True)
+        gradient = gradient_of(flat, self.pool, self._backward.reduce_held, returned=True)
         gradient.add(grads)
         reduction = Reduction(gradient, self.comm.shard, self.divisor, self.hooks, what="reduce for autograd.grad")
         for chunk in gradient.chunks:
@@ -463,7 +480,7 @@ class Reducer:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), streams:
             try:
                 if not held:
-                    self.accumulation.owed = False
+                    self.accumulation.owed, self.held = False, self._unreduced and not self.sync
                     self._finish()
             finally:
                 if self.updates is not None:
@@ -489,7 +506,7 @@ class Reducer:
 
     def reduce_owed(self) -> None:
         """Reduce what is still held back: somebody needs it, or the layout it belongs to goes away.  Collective."""
-        if self.accumulation.owed or not self._idle():
+        if self.accumulation.owed or self.held or not self._idle():
             self._complete(held=False)
             self.pool.step_ended()
 

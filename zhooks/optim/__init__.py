@@ -15,7 +15,7 @@ from zhooks.optim.rounding import Rounding, check_rounding
 from zhooks.optim.stand_in import Place, stand_in_of, step_stand_in
 from zhooks.optim.states import sharded_states, state_keys, states_of
 from zhooks.optim.step_hooks import Around, Stepper, watch_steps
-from zhooks.optim.steps import Steps
+from zhooks.optim.steps import HeldSteps, Steps
 from zhooks.optim.stored_states import plain_states_of
 from zhooks.optim.tiered_update import Updater
 from zhooks.optim.untrained import Untrained
@@ -27,6 +27,7 @@ from zhooks.optim.whole_update import WholeUpdater
 __all__ = [
     "Around",
     "Closures",
+    "HeldSteps",
     "InMemory",
     "Optimizers",
     "OverTiers",

@@ -16,7 +16,29 @@ from torch.optim import Optimizer
 from offload.errors import DivergenceError
 from zhooks.optim.groups import holds
 
-__all__ = ["Steps"]
+__all__ = ["HeldSteps", "Steps"]
+
+
+class HeldSteps:
+    """At a step, gradients are those of all backward passes so far: what ``no_sync`` holds back is reduced first.
+
+    DistributedDataParallel would step with each rank's own gradients, so that its ranks train apart.
+
+    Args:
+        params: says which parameters are attached.
+        held: whether something may be held back, alike on every rank.
+        reduce: reduces it.  Collective.
+    """
+
+    def __init__(self, params: Callable[[], list[nn.Parameter]], held: Callable[[], bool], reduce: Callable[[], None]) -> None:
+        self._params, self._held, self._reduce = params, held, reduce
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._held() and holds(optimizer, self._params()):
+            self._reduce()
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """torch's post-hook."""
 
 
 class Steps:

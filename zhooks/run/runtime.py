@@ -470,6 +470,15 @@ class Runtime:
                 self._release_others(self._kept)
                 self.reducer.reduce_owed()
 
+    def reduce_held(self) -> None:
+        """Somebody needs what ``no_sync`` holds back: a step, or who reads a gradient's values.  Collective."""
+        self.finish_backward()
+        if self.reducer.held and not in_backward():
+            with torch.inference_mode(False), torch.no_grad():
+                self._kept = frozenset()
+                self._release_others(self._kept)
+                self.reducer.reduce_owed()
+
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Backward passes inside add up; where all went well the end of the block needs the sum."""

@@ -25,7 +25,26 @@ if TYPE_CHECKING:
     from zhooks.tensor.overflow import Watch
     from zhooks.tensor.range_tensor import RangeTensor
 
-__all__ = ["Owner", "ShardGroup"]
+__all__ = ["HeldSums", "Owner", "ShardGroup"]
+
+
+class HeldSums(Protocol):
+    """What backward passes inside ``no_sync`` have added up on this rank for the parameters of one flat buffer."""
+
+    def holds(self, index: int) -> bool:
+        """There is a sum for parameter ``index``, and no backward runs."""
+
+    def drops(self, index: int) -> int:
+        """How often the gradient of parameter ``index`` was set."""
+
+    def drop(self, index: int) -> None:
+        """The gradient of parameter ``index`` is set: what was added up for it so far is gone."""
+
+    def zero(self, index: int) -> None:
+        """What was added up for parameter ``index`` becomes zero."""
+
+    def reduce(self) -> None:
+        """Reduce the sums of all parameters: the values are needed.  Collective."""
 
 
 class Owner(Protocol):
@@ -33,6 +52,8 @@ class Owner(Protocol):
 
     node_asked: bool
     """Somebody has asked autograd for a parameter's accumulation node."""
+    sums: HeldSums | None
+    """What ``no_sync`` holds back; None of what has no gradient."""
 
     def written(self, index: int | None = None) -> None:
         """The shard's values changed, those of one parameter or all: whatever is gathered is stale."""

@@ -19,12 +19,16 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _foreach_supported_types
 
+from offload.errors import ShardedOpError
+from offload.store import BlockRange
 from zhooks.tensor.aten import ATEN
 from zhooks.tensor.functions import FUNCTIONS, with_values
+from zhooks.tensor.group import HeldSums
 from zhooks.tensor.range_tensor import Handler, ParamShard, RangeTensor
 from zhooks.tensor.vectors import Vectors, VectorShard
 
 _GRAD: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
 
 
 def _get_grad(tensor: RangeTensor) -> Any:
@@ -32,6 +36,9 @@ def _get_grad(tensor: RangeTensor) -> Any:
         return _GRAD.__get__(tensor)
     if tensor._bound is not None:
         tensor._bound.look(tensor._spec.name)
+        sums = tensor._bound.sums
+        if sums is not None and sums.holds(tensor._spec.index):
+            return HeldGradient.of(tensor, sums)
     with torch._C.DisableTorchFunctionSubclass():
         return _GRAD.__get__(tensor)
 
@@ -40,6 +47,8 @@ def _set_grad(tensor: RangeTensor, value: torch.Tensor | None) -> None:
     # What earlier backward passes still owe belongs to the gradient that goes.
     if torch._C._is_torch_function_enabled() and tensor._bound is not None:
         tensor._bound.look(tensor._spec.name)
+        if tensor._bound.sums is not None:
+            tensor._bound.sums.drop(tensor._spec.index)
     with torch._C.DisableTorchFunctionSubclass():
         _GRAD.__set__(tensor, value)
 
@@ -73,6 +82,82 @@ class ShardedTensor(_ByTables):
 
     # Asked of every parameter in every step (zero_grad, clipping, the optimizer): answered without torch's dispatch.
     grad = property(_get_grad, _set_grad, lambda tensor: _set_grad(tensor, None))
+
+
+class HeldGradient(ShardedTensor):
+    """What a parameter's ``.grad`` is while ``no_sync`` holds back a sum of it: see Note [Held gradients].
+
+    Note: [Held gradients]
+        Whoever clears gradients reads ``.grad`` first and clears nothing where it is None.  So it is this: clearing it, or
+        setting it to zero, does that to the sum, on this rank alone, as a rank does that drops its batch.  Whoever uses its
+        values needs the sum of all ranks: that is reduced then, and this is the parameter's gradient from then on.
+    """
+
+    _param: RangeTensor
+    _sums: HeldSums
+    _drops: int
+    _reduced: torch.Tensor | BlockRange | None
+
+    @classmethod
+    def of(cls, param: RangeTensor, sums: HeldSums) -> HeldGradient:
+        """That of a bound parameter."""
+        spec = param._spec
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, spec.shape, strides=spec.stride, dtype=param.dtype, device=param.device
+        )
+        made._on, made._spec, made._bound, made._reduced = param._on, spec, None, None
+        made._param, made._sums, made._drops = param, sums, sums.drops(spec.index)
+        held: HeldGradient = made
+        return held
+
+    @property
+    def _at(self) -> torch.Tensor | BlockRange:
+        if self._reduced is None:
+            index, name = self._spec.index, self._spec.name
+            if self._sums.drops(index) == self._drops:
+                self._sums.reduce()
+            with torch._C.DisableTorchFunctionSubclass():
+                grad = _GRAD.__get__(self._param)
+            if self._sums.drops(index) != self._drops or not isinstance(grad, ShardedTensor):
+                raise ShardedOpError(
+                    f"{name}.grad: expected the gradient that was read inside no_sync, found that it was cleared or set since. "
+                    f"Clone it before, or read {name}.grad again."
+                )
+            self._reduced = grad._at
+        return self._reduced
+
+    @_at.setter
+    def _at(self, value: torch.Tensor | BlockRange) -> None:
+        self._reduced = value
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch._foreach_zero_:
+            for grad in args[0]:
+                grad.zero_()
+            return None
+        if func in _OF_HELD and isinstance(args[0], HeldGradient) and args[0]._reduced is None:
+            if func is torch.Tensor.zero_:
+                args[0]._zero()
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _zero(self) -> None:
+        self._sums.zero(self._spec.index)
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = _GRAD.__get__(self._param)
+        if grad is not None:
+            grad.zero_()
+
+
+#: What is done to a gradient on the way to clearing it.
+_OF_HELD: tuple[Any, ...] = (
+    torch.Tensor.zero_, torch.Tensor.detach, torch.Tensor.detach_, torch.Tensor.requires_grad_,
+    _DATA.__get__,
+)  # fmt: skip
+
 
 class ShardedVector(_ByTables):
     """Ranges of many parameters as one vector, see Note [Vectors]: no parameter's gradient or state, and no `ShardedTensor`."""
@@ -116,7 +201,7 @@ class ShardedOverTp(ShardedTensor, _SlotsOfDTensor):
     __slots__ = ()
 
 
-_KINDS = (ShardedTensor, ShardedOverTp)
+_KINDS = (ShardedTensor, ShardedOverTp, HeldGradient)
 _open = 0
 
 

@@ -29,7 +29,7 @@ from offload.work import during
 from zhooks.comm import DONE, Transport, Work
 from zhooks.layout import FlatPlan
 from zhooks.refusals import too_late
-from zhooks.tensor import ParamShard, ShardGroup, Watch
+from zhooks.tensor import HeldSums, ParamShard, ShardGroup, Watch
 from zhooks.unit.buffer import buffer_of
 from zhooks.unit.buffer_pool import Pool
 from zhooks.unit.views import Views
@@ -121,6 +121,7 @@ class Flat:
         self.holds = False
         # Somebody asked autograd for the accumulation node of one of the parameters, and may have put hooks on it.
         self.node_asked = False
+        self.sums: HeldSums | None = None
         # Parameters that were updated early in this step (overlap.py), by name, and forwards whose backward is still to come.
         self.spent: set[str] = set()
         self.nodes = 0

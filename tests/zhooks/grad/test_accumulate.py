@@ -175,16 +175,125 @@ def test_a_checkpointed_model_may_have_several_forwards_in_flight() -> None:
         attachment.detach()
 
 
-@on_ranks(2, stage=(0, 1, 2, 3))
-def test_zero_grad_discards_what_no_sync_reduced_and_keeps_what_it_held_back(stage: int) -> None:
-    plain, model = made(), made()
+def clear(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if how == "by hand":
+        for param in model.parameters():
+            param.grad = None
+    elif how == "in place":
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.detach_()
+                param.grad.zero_()
+    else:
+        whose, to_none = how.split()
+        (model if whose == "model" else optimizer).zero_grad(set_to_none=to_none == "none")
+
+
+CLEARED = ("model none", "model zero", "optimizer none", "optimizer zero", "by hand", "in place")
+HOST: dict[str, Any] = {"tier": "host"}
+PLACED: tuple[dict[str, Any], ...] = (
+    *({"stage": stage} for stage in range(4)),
+    {"stage": 1, "optimizer": HOST},
+    {"stage": 1, "optimizer": {"tier": "disk"}},
+    {"stage": 3, "parameter": HOST, "gradient": HOST, "optimizer": HOST},
+)
+
+
+@on_ranks(1, 2, block=("no_sync", "accumulate"))
+def test_a_cleared_gradient_clears_what_was_accumulated(block: str) -> None:
+    for placed in PLACED:
+        plain, model = made(), made()
+        attachment = zhooks.attach(model, policy=POLICY | placed)
+        mine, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9, foreach=True) for each in (model, plain))
+        for number, (how, inside) in enumerate((how, inside) for how in CLEARED for inside in (False, True)):
+            with getattr(attachment, block)():
+                backward(model, 3 * number, mine=True)
+                if inside:
+                    clear(how, model, mine)
+                    backward(model, 3 * number + 1, mine=True)
+            backward(plain, 3 * number, mine=False)
+            clear(how, plain, theirs)
+            if inside:
+                backward(plain, 3 * number + 1, mine=False)
+            else:
+                clear(how, model, mine)
+            backward(model, 3 * number + 2, mine=True)
+            backward(plain, 3 * number + 2, mine=False)
+            same_grads(model, plain)
+            mine.step()
+            theirs.step()
+            mine.zero_grad()
+            theirs.zero_grad()
+        attachment.detach()
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(found, expected, atol=1e-5)
+
+
+@on_ranks(2, stage=(0, 1))
+def test_one_rank_alone_may_drop_what_it_has_accumulated(stage: int) -> None:
+    model, plain = made(), made()
+    attachment = zhooks.attach(model, policy=POLICY | {"stage": stage})
+    for each, mine in ((model, True), (plain, False)):
+        for number in (0, 1):
+            with attachment.no_sync():
+                rank, _ = place()
+                if mine:
+                    backward(model, number, mine=True)
+                    if number == 0 and rank == 1:
+                        model.zero_grad()
+                elif number:
+                    backward(plain, 1, mine=False)
+                else:
+                    # Rank 1's half counts as zero.
+                    (F.mse_loss(each(rows(0).chunk(2)[0]), torch.ones(2, 3)) / 2).backward()
+    attachment.detach()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (found.grad is None) == (expected.grad is None)
+        if found.grad is not None and expected.grad is not None:
+            assert torch.allclose(found.grad, expected.grad, atol=1e-6)
+
+
+@on_ranks(1, 2, stage=(0, 1, 2, 3))
+def test_a_step_a_clip_and_a_read_in_no_sync_use_the_mean_of_all_ranks(stage: int) -> None:
+    for use in ("step", "clip", "read", "kept"):
+        plain, model = made(), made()
+        attachment = zhooks.attach(model, policy=POLICY | {"stage": stage})
+        mine, theirs = (torch.optim.Adam(each.parameters(), lr=0.1) for each in (model, plain))
+        with attachment.no_sync():
+            for number in range(3):
+                backward(model, number, mine=True)
+                backward(plain, number, mine=False)
+                kept: dict[str, Any] = {name: param.grad for name, param in model.named_parameters()}
+                if use == "clip":
+                    found, expected = (torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, plain))
+                    assert torch.allclose(found, expected, atol=1e-6)
+                elif use == "read":
+                    same_grads(model, plain)
+                mine.step()
+                theirs.step()
+                if use == "kept" and stage < 2:
+                    for name, param in plain.named_parameters():
+                        assert (kept[name] is None) == (param.grad is None)
+                        if param.grad is not None:
+                            assert torch.allclose(kept[name].full_tensor(), param.grad, atol=1e-6)
+                if number:
+                    mine.zero_grad()
+                    theirs.zero_grad()
+        attachment.detach()
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(found, expected, atol=1e-5), use
+
+
+@on_ranks(2, stage=(0, 1))
+def test_a_gradient_that_was_read_in_no_sync_and_cleared_since_is_refused(stage: int) -> None:
+    model: Any = made()
     attachment = zhooks.attach(model, policy=POLICY | {"stage": stage})
     with attachment.no_sync():
         backward(model, 0, mine=True)
-    model.zero_grad()
-    if stage < 2:
-        backward(plain, 0, mine=False)
-    backward(model, 1, mine=True)
-    backward(plain, 1, mine=False)
-    same_grads(model, plain)
+        read = model.first.weight.grad
+        model.zero_grad()
+        assert model.first.weight.grad is None
+        backward(model, 0, mine=True)
+        with pytest.raises(zhooks.ShardedOpError, match="was cleared or set since"):
+            read.full_tensor()
     attachment.detach()
