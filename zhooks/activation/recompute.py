@@ -191,12 +191,13 @@ class Recompute:
         self._saved = saved
         self._modules = {number: (unit, module, _Buffers(module)) for number, (unit, module) in modules.items()}
         self._open: _Open | None = None
-        self._again = False
+        #: A second forward runs.
+        self.again = False
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """``module`` is about to run with its parameters in place: keep its inputs, and forget what it will save."""
         known = self._modules.get(id(module))
-        if known is None or self._again:
+        if known is None or self.again:
             return
         if self._open is not None:
             self._open.inside += self._open.module is module
@@ -218,11 +219,11 @@ class Recompute:
             for place, tensor in zip(places, tensors, strict=True):
                 filled[place] = tensor
             again_args, again_kwargs = tree_unflatten(filled, structure)
-            self._again = True
+            self.again = True
             try:
                 module(*again_args, **again_kwargs)
             finally:
-                self._again = False
+                self.again = False
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             return nullcontext(), _Counted(around, self._saved.residual)
@@ -235,7 +236,7 @@ class Recompute:
     def leave(self, module: nn.Module, failed: bool) -> None:
         """``module`` has run, or raised."""
         open_ = self._open
-        if open_ is None or open_.module is not module or self._again:
+        if open_ is None or open_.module is not module or self.again:
             return
         if open_.inside:
             open_.inside -= 1
@@ -250,7 +251,7 @@ class Recompute:
 
     def abandon(self) -> None:
         """A forward was left in the middle: take torch's saved-tensor hooks off again."""
-        open_, self._open, self._again = self._open, None, False
+        open_, self._open, self.again = self._open, None, False
         if open_ is not None:
             open_.checkpoint.close()
 

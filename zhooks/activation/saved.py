@@ -146,6 +146,11 @@ class SavedParameters:
         if self.recompute is not None:
             self.recompute.leave(module, failed)
 
+    @property
+    def recomputes(self) -> bool:
+        """A unit's second forward runs."""
+        return self.recompute is not None and self.recompute.again
+
     def abandon(self) -> None:
         """A pass was left without its hooks running."""
         if self.recompute is not None:

@@ -227,11 +227,12 @@ class Runtime:
         """Begin a pass or, inside backward, a recomputation.
 
         A recomputation must save what its forward saved: parameters pass as references where the forward began at this
-        module, and belong to the checkpoint where it began further out.
+        module, and belong to the checkpoint where it began further out, or where the module's unit is what is recomputed: that
+        checkpoint lies inside our hooks in the first forward.
         """
         grad = torch.is_grad_enabled()
         begun = Pass(caller) if in_backward() else self._begin_pass(scope, training, grad, caller)
-        if grad and (self.releases or self.saved.kept) and id(module) in self._entries:
+        if grad and (self.releases or self.saved.kept) and id(module) in self._entries and not self.saved.recomputes:
             self.saved.enter()
             begun.saving = True
         return begun

@@ -407,3 +407,48 @@ def test_disk_and_recomputation_bound_what_a_forward_leaves_in_memory(tmp_path: 
     assert grown({"tier": "disk", "min_bytes": 1 << 20}, tmp_path) < plain / 3
     assert grown({"checkpoint": "unit"}, tmp_path) < 8 + 8
     assert grown({"checkpoint": "unit", "tier": "disk", "min_bytes": 1 << 20}, tmp_path) < 8 + 8
+
+
+class Encoder(Net):
+    """Has a method beside its forward that calls blocks."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+#: Each is given rows of 8.
+CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "method": lambda model, x: model.encode(x[:, :6]),
+    "block": lambda model, x: model.blocks[0](x),
+    "twice": lambda model, x: model.blocks[0](model.blocks[0](x)),
+    "and the model": lambda model, x: model(x[:, :6]) + model.encode(x[:, :6]).sum(),
+}
+ON_HOST: dict[str, Any] = {"tier": "host"}
+PLACED: tuple[dict[str, Any], ...] = (
+    *({"stage": stage} for stage in range(4)),
+    {"stage": 3, "parameter": ON_HOST, "gradient": ON_HOST, "optimizer": ON_HOST},
+    {"stage": 3, "parameter": {"tier": "disk"}},
+)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_units_that_are_called_without_the_models_forward_are_recomputed_on_every_tier(call: str) -> None:
+    for placed in PLACED:
+        for activation in (POLICY, HOST):
+            torch.manual_seed(0)
+            model, plain = Encoder(), Encoder()
+            plain.load_state_dict(model.state_dict())
+            x = torch.randn(5, 8)
+            attachment = zhooks.attach(model, policy=activation | placed)
+            for _ in range(2):
+                for each in (model, plain):
+                    torch.manual_seed(1)
+                    CALLS[call](each, x).square().mean().backward()
+            attachment.detach()
+            for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                assert (found.grad is None) == (expected.grad is None)
+                if found.grad is not None and expected.grad is not None:
+                    assert torch.equal(found.grad, expected.grad)
