@@ -18,13 +18,20 @@ Note: [Buffers]
     A second forward would move running statistics a second time, and a forward that reads what it moves (spectral norm)
     would compute something else.  So it runs on copies of the buffers as the first forward found them, and the module's own
     are put back.  Large buffers that a first forward left alone are taken to be constants and not copied.
+
+Note: [Attributes]
+    The same holds of other attributes of modules (a recurrent state, a counter, a list of losses): what a first forward has
+    set, or changed the items of (list, dict, set, deque), a second forward finds as the first did, and leaves as it is.  What
+    is changed deeper inside an object is not seen.  A tensor that is written in place has lost what the first forward read.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,7 +40,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from offload.errors import CapabilityError
+from offload.errors import CapabilityError, ShardedOpError
 from offload.text import counted
 from zhooks import tree
 from zhooks.activation.objects import Found
@@ -86,6 +93,85 @@ class _Kept:
     copy: Tensor
 
 
+#: What ``unit.show`` puts in place, which is no state.
+_NOT_STATE = frozenset({"_flat_weights", "_flat_weight_refs", "_parameters", "_buffers", "_modules"})
+_CONTAINERS = (list, dict, set, deque)
+_ABSENT = object()
+
+
+def _items(value: Any) -> list[int] | None:
+    """What is in a container, by identity."""
+    if not isinstance(value, _CONTAINERS):
+        return None
+    return [id(item) for pair in value.items() for item in pair] if isinstance(value, dict) else [*map(id, value)]
+
+
+@dataclass(slots=True, eq=False)
+class _Attribute:
+    """An attribute of a module as a forward found it; ``copy``: of a container, what was in it."""
+
+    table: dict[str, Any]
+    name: str
+    found: Any
+    copy: Any
+    version: int
+
+    def swap(self, value: Any) -> Any:
+        """Set it; returns what it was."""
+        before = self.table.get(self.name, _ABSENT)
+        if value is _ABSENT:
+            self.table.pop(self.name, None)
+        else:
+            self.table[self.name] = value
+        return before
+
+
+class _Attributes:
+    """The attributes of the modules below one module; see Note [Attributes]."""
+
+    def __init__(self, module: nn.Module, unit: str) -> None:
+        self._modules, self._unit = list(tree.modules(module)), unit
+
+    def keep(self) -> list[_Attribute]:
+        """All attributes, before a forward."""
+        kept = []
+        for module in self._modules:
+            table = vars(module)
+            for name, found in table.items():
+                if name not in _NOT_STATE:
+                    held = copy(found) if isinstance(found, _CONTAINERS) else found
+                    kept.append(_Attribute(table, name, found, held, found._version if isinstance(found, Tensor) else 0))
+        return kept
+
+    def learn(self, kept: list[_Attribute]) -> None:
+        """That forward is over: leave those that it changed.
+
+        Raises:
+            ShardedOpError: it wrote a tensor in place.
+        """
+        known: dict[int, set[str]] = {}
+        changed = []
+        for one in kept:
+            known.setdefault(id(one.table), set()).add(one.name)
+            if isinstance(one.found, Tensor) and one.found._version != one.version:
+                raise ShardedOpError(
+                    f'unit {self._unit}: expected a forward that [activation] checkpoint = "unit" can run again, found that it '
+                    f"wrote the tensor {one.name} of a module in place, so that the second forward would read another value. "
+                    f"Assign a new tensor, register {one.name} as a buffer, or set checkpoint = \"none\"."
+                )
+            if one.table.get(one.name, _ABSENT) is not one.found or _items(one.found) != _items(one.copy):
+                one.found = one.copy
+                changed.append(one)
+        for module in self._modules:
+            table = vars(module)
+            changed += [
+                _Attribute(table, name, _ABSENT, None, 0)
+                for name in table
+                if name not in known.get(id(table), ()) and name not in _NOT_STATE
+            ]
+        kept[:] = changed
+
+
 class _Buffers:
     """The buffers below one module; see Note [Buffers]."""
 
@@ -114,10 +200,11 @@ class _Buffers:
 class _Again:
     """Around a second forward, which may come more than once: the buffers that the first one found, its parameters."""
 
-    def __init__(self, kept: list[_Kept], flats: Sequence[Flat], name: str) -> None:
-        self._kept, self._name = kept, name
+    def __init__(self, kept: list[_Kept], state: list[_Attribute], flats: Sequence[Flat], name: str) -> None:
+        self._kept, self._state, self._name = kept, state, name
         self._flats = [(flat, flat.version()) for flat in flats]
         self._own: list[Tensor | None] = []
+        self._set: list[Any] = []
 
     def __enter__(self) -> None:
         for flat, version in self._flats:
@@ -127,10 +214,15 @@ class _Again:
         with torch.no_grad():
             for one in self._kept:
                 one.table[one.name] = one.copy.clone()
+        self._set = [
+            one.swap(copy(one.found) if isinstance(one.found, _CONTAINERS) else one.found) for one in self._state
+        ]
 
     def __exit__(self, *exc: object) -> None:
         for one, own in zip(self._kept, self._own, strict=True):
             one.table[one.name] = own
+        for attribute, value in zip(self._state, self._set, strict=True):
+            attribute.swap(value)
 
 
 class _Counted:
@@ -169,6 +261,8 @@ class _Open:
     checkpoint: Generator[None, None, None]
     buffers: _Buffers
     kept: list[_Kept]
+    attributes: _Attributes
+    state: list[_Attribute]
     inside: int = 0
 
 
@@ -189,7 +283,10 @@ class Recompute:
     def __init__(self, modules: dict[int, tuple[Unit, nn.Module]], saved: Saving) -> None:
         self._make = _checkpoint()
         self._saved = saved
-        self._modules = {number: (unit, module, _Buffers(module)) for number, (unit, module) in modules.items()}
+        self._modules = {
+            number: (unit, module, _Buffers(module), _Attributes(module, unit.name))
+            for number, (unit, module) in modules.items()
+        }
         self._open: _Open | None = None
         #: A second forward runs.
         self.again = False
@@ -204,15 +301,15 @@ class Recompute:
             return
         if not torch.is_grad_enabled() or _in_checkpoint():
             return
-        unit, _, buffers = known
+        unit, _, buffers, attributes = known
         leaves, structure = tree_flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         given = [leaves[place] for place in places]
         # The closure below lives as long as the graph: what it held would be kept beside the inputs that are put away.
         rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         found = Found(rest, unit.name)
-        kept = buffers.keep()
-        around = _Again(kept, unit.flats, unit.name)
+        kept, state = buffers.keep(), attributes.keep()
+        around = _Again(kept, state, unit.flats, unit.name)
 
         def run(*tensors: Tensor) -> None:
             filled = found.again()
@@ -231,7 +328,7 @@ class Recompute:
         generator = self._make(run, contexts, given)
         with self._saved.saving_inputs(unit, given, lambda number: _words((args, kwargs), places[number])):
             next(generator)
-        self._open = _Open(module, generator, buffers, kept)
+        self._open = _Open(module, generator, buffers, kept, attributes, state)
 
     def leave(self, module: nn.Module, failed: bool) -> None:
         """``module`` has run, or raised."""
@@ -246,6 +343,11 @@ class Recompute:
             return
         self._open = None
         open_.buffers.learn(open_.kept)
+        try:
+            open_.attributes.learn(open_.state)
+        except BaseException:
+            open_.checkpoint.close()
+            raise
         ended = next(open_.checkpoint, True)
         assert ended is True, "torch's checkpoint yields once"
 

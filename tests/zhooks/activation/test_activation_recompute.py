@@ -30,12 +30,26 @@ HOST: dict[str, Any] = {"units": {"min_numel": 0}, "activation": {"checkpoint": 
 BOTH = pytest.mark.parametrize("policy", [POLICY, HOST], ids=["device", "host"])
 
 
+class Runs:
+    """How often something ran: no attribute of a module, which a second forward finds as the first did."""
+
+    runs = 0
+
+
 class Counting(Block):
     """Counts its forwards."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.runs = 0
+        self.counted = Runs()
+
+    @property
+    def runs(self) -> int:
+        return self.counted.runs
+
+    @runs.setter
+    def runs(self, number: int) -> None:
+        self.counted.runs = number
 
     def forward(self, x: Tensor, scale: Tensor | None = None, *, shift: dict[str, Tensor] | None = None) -> Tensor:
         self.runs += 1
@@ -234,7 +248,8 @@ def test_a_large_constant_buffer_is_not_copied_after_the_first_forward() -> None
     plain, model, attachment = pair(plainly, POLICY, Masked)
     for number in range(3):
         assert same(step_of(model, number), step_of(plain, number))
-    kept = {name for _, _, buffers in runtime_of(attachment).saved.recompute._modules.values() for _, name in buffers._constant}
+    modules = runtime_of(attachment).saved.recompute._modules.values()
+    kept = {name for _, _, buffers, _ in modules for _, name in buffers._constant}
     assert kept == {"mask"}
     attachment.detach()
     assert same(list(model.state_dict().values()), list(plain.state_dict().values()))
@@ -452,3 +467,63 @@ def test_units_that_are_called_without_the_models_forward_are_recomputed_on_ever
                 assert (found.grad is None) == (expected.grad is None)
                 if found.grad is not None and expected.grad is not None:
                     assert torch.equal(found.grad, expected.grad)
+
+
+class Remembers(nn.Module):
+    """Its output depends on what earlier calls left: ``how`` says in which kind of attribute."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.inner, self.out = how, nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
+        self.state: Any = None
+        self.seen: list[Tensor] = []
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        made, state = self.inner(x[:, None], self.state if self.how == "state" else None)
+        self.state = tuple(each.detach() for each in state)
+        self.seen.append(x.detach())
+        self.loss = x.square().mean()
+        if self.how == "list":
+            x = x + sum(self.seen)
+        out: Tensor = self.out(made[:, 0] + x * (self.count if self.how == "count" else 1))
+        return out
+
+
+class Writes(Remembers):
+    def __init__(self) -> None:
+        super().__init__("")
+        self.total = torch.zeros(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total.add_(x.detach().mean(0))
+        return super().forward(x + self.total)
+
+
+@pytest.mark.parametrize("how", ["state", "list", "count", ""])
+def test_what_a_forward_changes_on_its_module_is_as_it_was_in_the_second_forward(how: str) -> None:
+    for stage in (0, 3):
+        nets: list[Any] = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            nets.append(nn.Sequential(Remembers(how), Remembers(how)))
+        model, plain = nets
+        attachment = zhooks.attach(model, policy=POLICY | {"stage": stage, "units": {"classes": ["Remembers"]}})
+        for number in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+            for each in nets:
+                each(x).square().mean().backward()
+        assert [each.count for each in model] == [each.count for each in plain] == [3, 3]
+        attachment.detach()
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(found.grad, expected.grad)
+
+
+def test_a_forward_that_writes_a_tensor_of_its_module_in_place_is_refused() -> None:
+    model = nn.Sequential(Writes(), Writes())
+    attachment = zhooks.attach(model, policy=POLICY | {"units": {"classes": ["Writes"]}})
+    with pytest.raises(zhooks.ShardedOpError, match=r"unit 0.*wrote the tensor total of a module in place"):
+        model(torch.ones(4, 8))
+    attachment.detach()
+    model(torch.ones(4, 8)).sum().backward()
