@@ -32,7 +32,7 @@ from zhooks.layout import Axis
 GRACE_S = 2.0
 _PAUSE_S = 0.02
 #: How long the store may take for an answer: in a roll call, and while this rank waits for something else.
-_ANSWER_S, _POLL_S = 5.0, 0.5
+ANSWER_S, _POLL_S = 5.0, 0.5
 _METHODS = "call save, load, detach and the like on all ranks"
 _ON_ALL = f"{_METHODS}, not under `if rank == 0:`"
 _EVALUATE = (
@@ -119,7 +119,6 @@ class AgreedFailure:
     """
 
     def __init__(self, store: GroupStore, at: str, rank: int, processes: Mapping[int, Process], timeout_s: float) -> None:
-        store.timeout_s = min(_ANSWER_S, timeout_s / 4)
         self._store, self._root, self.rank, self.processes = store, at, rank, dict(processes)
         self.timeout_s, self._transports = timeout_s, list[Interrupted]()
         self.epoch = 0

@@ -20,7 +20,7 @@ from offload import errors
 from offload.errors import AttachError, DivergenceError, ZhooksError
 from offload.policy import Policy
 from offload.shards import launched_among
-from zhooks.comm.agreed_failure import GONE, OWN_OUTPUT, AgreedFailure
+from zhooks.comm.agreed_failure import ANSWER_S, GONE, OWN_OUTPUT, AgreedFailure
 from zhooks.comm.group_store import GroupStore, StoreLost
 from zhooks.comm.processes import Process, ended
 from zhooks.comm.virtual_group import BACKEND
@@ -96,7 +96,7 @@ class Meeting:
         """What all ranks, which have come to ``compare``, agree on when one of them is gone or late."""
         keys = [f"{self._at}/process/{rank}" for rank in range(self._world)]
         self._processes = {rank: Process.of(self._store.get(key)) for rank, key in enumerate(keys)}
-        store = GroupStore.of_all(f"rank {self._rank}", timeout_s)
+        store = GroupStore.of_all(f"rank {self._rank}", ANSWER_S)
         return AgreedFailure(store, self._at, self._rank, self._processes, timeout_s)
 
     def say(self, what: str, text: str) -> None:

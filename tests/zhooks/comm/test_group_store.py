@@ -92,8 +92,8 @@ def elsewhere(machine: str = "another") -> Process:
     return Process(machine, 7, 7, "node7")
 
 
-def failure_of(store: Any, other: Process) -> AgreedFailure:
-    return AgreedFailure(GroupStore(store, "rank 0", 1.0), "here", 0, {0: Process.here(), 1: other}, 1.0)
+def failure_of(store: Any, other: Process, answer_s: float = 0.5) -> AgreedFailure:
+    return AgreedFailure(GroupStore(store, "rank 0", answer_s), "here", 0, {0: Process.here(), 1: other}, 1.0)
 
 
 def test_a_wait_that_fails_while_the_store_is_silent_names_the_store_and_the_ranks_elsewhere(silent: Silent) -> None:
@@ -113,12 +113,12 @@ def test_a_rank_of_this_machine_that_runs_is_not_named_by_one_that_reaches_no_st
 
 
 def test_a_wait_goes_on_while_the_store_is_silent_and_hears_of_the_others_once_it_answers(silent: Silent) -> None:
-    failure = failure_of(silent, Process.here())
+    failure = failure_of(silent, Process.here(), 60.0)
     silent.answers.clear()
     assert not failure.called(AXIS)
     began = time.monotonic()
     assert not failure.called(AXIS) and time.monotonic() - began < 60
-    other = threading.Thread(target=lambda: failure_of(silent, Process.here()).fail(CALL, AXIS, "late"))
+    other = threading.Thread(target=lambda: failure_of(silent, Process.here(), 60.0).fail(CALL, AXIS, "late"))
     silent.answers.set()
     other.start()
     assert soon(lambda: failure.called(AXIS))
@@ -136,7 +136,7 @@ def test_a_store_that_is_gone_is_named_with_what_to_do() -> None:
 
             return ask
 
-    failure = failure_of(Gone(), elsewhere())
+    failure = failure_of(Gone(), elsewhere(), 60.0)
     assert failure.called(AXIS)
     said = str(failure.fail(CALL, AXIS, "Connection closed by peer", kind="gone", suspects=[1]))
     assert "found that the process group's store is gone: Connection reset by peer, and rank 1 on node7 closed the" in said

@@ -41,7 +41,7 @@ class EndsBetween:
 
 
 def failure(rank: int = 0, store: Any = None) -> AgreedFailure:
-    asked = GroupStore(store or dist.HashStore(), f"rank {rank}", 1.0)
+    asked = GroupStore(store or dist.HashStore(), f"rank {rank}", 60.0)
     return AgreedFailure(asked, "here", rank, {each: Process.here() for each in range(2)}, 1.0)
 
 
