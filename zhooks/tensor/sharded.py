@@ -105,7 +105,7 @@ class HeldGradient(ShardedTensor):
         made: Any = torch.Tensor._make_wrapper_subclass(
             cls, spec.shape, strides=spec.stride, dtype=param.dtype, device=param.device
         )
-        made._on, made._spec, made._bound, made._reduced = param._on, spec, None, None
+        made._on, made._spec, made._bound, made._origin, made._reduced = param._on, spec, None, None, None
         made._param, made._sums, made._drops = param, sums, sums.drops(spec.index)
         held: HeldGradient = made
         return held
