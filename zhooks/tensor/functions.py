@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import AttachError, ShardedOpError
@@ -55,6 +56,11 @@ def with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         args, kwargs, found = _gathered(args, kwargs)
         if found:
             return func(*args, **kwargs)
+        if any(value.requires_grad and not isinstance(value, RangeTensor) for value in _tensors(args, kwargs)):
+            # A weight of a penalty (EWC's Fisher information) meets a graph, whose gradients are whole: so is what it computes.
+            with torch.no_grad():
+                args, kwargs = tree_map_only(RangeTensor, RangeTensor.full_tensor, (args, kwargs))
+            return func(*args, **kwargs)
     out = kwargs.get("out") if kwargs else None
     if isinstance(out, RangeTensor) and not torch.is_grad_enabled() and not any(map(_is_or_has_sharded, args)):
         # Made of nothing sharded (torch.randn): some such functions resize what they are given, which no parameter bears.
@@ -68,6 +74,10 @@ def with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
 
 
 def _is_or_has_sharded(value: Any) -> bool:
