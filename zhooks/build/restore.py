@@ -69,7 +69,8 @@ def swap_out(spec: ParamShard, param: nn.Parameter, plain: nn.Parameter) -> None
         if key not in ("_at", "_on", "_spec", "_bound", "_origin"):
             setattr(plain, key, value)
     param.grad = None
-    torch.utils.swap_tensors(param, plain)
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.utils.swap_tensors(param, plain)
     rehook(param, spec)
 
 

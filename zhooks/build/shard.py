@@ -176,6 +176,7 @@ def _swap_in(flat: Flat, index: int, param: nn.Parameter) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         made: Any = nn.Parameter(kind(flat.part(index), spec, bound=flat), param.requires_grad)
     made._bound = flat
+    spec.aliases.clear()  # torch made the parameter of one, and swaps nothing that has weak references
     for key, value in param.__dict__.items():
         setattr(made, key, value)
     bare: Any = param
@@ -186,7 +187,8 @@ def _swap_in(flat: Flat, index: int, param: nn.Parameter) -> None:
     own_grad, param.grad = param.grad, None
     _drop_hooks(param)
     try:
-        torch.utils.swap_tensors(param, made)
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.utils.swap_tensors(param, made)
     except RuntimeError as error:
         bare._backward_hooks, bare._post_accumulate_grad_hooks, bare.grad = hooks, post, own_grad
         raise AttachError(

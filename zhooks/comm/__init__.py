@@ -13,6 +13,7 @@ from zhooks.comm.progress import LastInputs, Progress, by_rank
 from zhooks.comm.rearrange import another_mesh, close_unused, rearranged
 from zhooks.comm.rendezvous import Facts, Meeting, meet, policy_facts, refuse_unconnected, refused_by_all
 from zhooks.comm.transport import CONTROL, GATHER, REDUCE, Call, Nbytes, Transport
+from zhooks.comm.users_collectives import wait_for
 from zhooks.comm.virtual_group import check_no_group, join_on_paper, ranks_on_paper
 from zhooks.comm.virtual_stages import Stages, stages_on_paper
 
@@ -68,4 +69,5 @@ __all__ = [
     "text_digest",
     "text_of",
     "texts_of",
+    "wait_for",
 ]

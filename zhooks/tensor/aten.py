@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from zhooks.tensor.collectives import collective
 from zhooks.tensor.elementwise import (
     ReadOnly,
     elementwise,
@@ -25,6 +26,7 @@ from zhooks.tensor.elementwise import (
 from zhooks.tensor.norms import foreach_norm, norm
 from zhooks.tensor.range_tensor import Handler, Origin
 from zhooks.tensor.totals import TOTALS, equal, total, unscale
+from zhooks.tensor.written import is_collective
 
 aten = torch.ops.aten
 
@@ -48,6 +50,8 @@ def _rule(func: Any) -> Handler:
     name = func._schema.name.split("::")[1]
     if func in _ALIASES:
         return _alias
+    if is_collective(func):
+        return collective
     if func in _RANDOM:
         return _random
     if func in TOTALS:
@@ -74,7 +78,9 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # As in plain torch, an alias of a normal tensor is one under inference_mode too: it shares the version counter.
     with torch.inference_mode(tensor.is_inference()):
         origin = Origin(0) if tensor._bound is None and isinstance(tensor, torch.nn.Parameter) else tensor._origin
-        return type(tensor)(tensor._at, tensor._spec, bound=tensor._bound, device=tensor._on, origin=origin)
+        alias = type(tensor)(tensor._at, tensor._spec, bound=tensor._bound, device=tensor._on, origin=origin)
+    tensor._spec.aliases[id(alias)] = alias
+    return alias
 
 
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -84,7 +90,7 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _alias(func, args, kwargs)
     if tensor._origin is not None and not tensor._spec.contiguous and readable_whole(tensor):
         # reshape has cloned it to be contiguous, and the clone has kept the parameter's strides.
-        return func(tensor.full_tensor().contiguous(), shape).as_subclass(ReadOnly)
+        return ReadOnly.of(func(tensor.full_tensor().contiguous(), shape), ())
     return whole(func, args, kwargs)
 
 

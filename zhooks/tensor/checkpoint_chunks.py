@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from offload.errors import ShardedOpError
 from zhooks.layout import PP, TP
+from zhooks.tensor.written import written_values
 
 if TYPE_CHECKING:
     from zhooks.tensor.range_tensor import ParamShard
@@ -276,7 +277,7 @@ class ChunkTensor(torch.Tensor):
         if func is torch.ops.aten.copy_.default and isinstance(args[0], ChunkTensor):
             args[0]._write(args[1].plain() if isinstance(args[1], ChunkTensor) else args[1])
             return args[0]
-        if func._schema.is_mutable and isinstance(args[0], ChunkTensor):
+        if any(isinstance(value, ChunkTensor) for value in written_values(func, args, kwargs)):
             raise ShardedOpError(f"{func}: expected copy_() into a chunk of a sharded tensor. Compute elsewhere, then copy.")
         plain_args, plain_kwargs = tree_map_only(ChunkTensor, ChunkTensor.plain, (args, kwargs))
         return func(*plain_args, **plain_kwargs)

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from offload.errors import ShardedOpError
 from offload.store import BlockRange
 from zhooks.layout import whole_of
-from zhooks.tensor.range_tensor import Origin, RangeTensor
+from zhooks.tensor.range_tensor import Origin, ParamShard, RangeTensor
+from zhooks.tensor.written import written_names, written_values
 
 aten = torch.ops.aten
 
@@ -113,8 +114,7 @@ def _scattered(tensors: Any) -> bool:
 
 def writes_only_self(func: Any) -> bool:
     """The overload changes its first argument and no other."""
-    writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments]
-    return bool(writes) and writes[0] and not any(writes[1:])
+    return written_names(func) == {argument.name for argument in func._schema.arguments[:1]}
 
 
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -149,8 +149,7 @@ def own_ranges(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | Non
 
 @cache
 def _positions_written(func: Any) -> tuple[int, ...]:
-    arguments = enumerate(func._schema.arguments)
-    return tuple(number for number, one in arguments if one.alias_info is not None and one.alias_info.is_write)
+    return tuple(number for number, one in enumerate(func._schema.arguments) if one.name in written_names(func))
 
 
 def lists_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -196,8 +195,6 @@ def lists_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply an element-wise operation to the ranges."""
-    if not _over_one_range(func, args, kwargs):
-        return whole(func, args, kwargs)
     if _meets_own_values(func, args, kwargs):
         args, kwargs = tree_map_only(RangeTensor, RangeTensor.full_tensor, (args, kwargs))
         return func(*args, **kwargs)
@@ -211,15 +208,16 @@ def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return None
         queues = {side: iter(part) for side, part in parts.items()}
         return [next(queues[side]) for side in mixed]
+    targets = [value for value in written_values(func, args, kwargs) if isinstance(value, Tensor)]
+    written = [target for target in targets if isinstance(target, RangeTensor)]
+    if targets and not written:
+        return _into_plain(func, args, kwargs)
+    if any(target.dim() > 0 for target in targets if not isinstance(target, RangeTensor)):
+        return whole(func, args, kwargs)
+    if not _over_one_range(func, args, kwargs):
+        return whole(func, args, kwargs)
     leads = _leads(args, kwargs)
     lead = leads[0]
-    if func is aten.copy_.default and not isinstance(args[0], RangeTensor):
-        if not readable_whole(args[1]):
-            raise _copied_out(args[1])
-        return whole(func, args, kwargs)
-    written = _written(func, args, kwargs)
-    if written is None:
-        return whole(func, args, kwargs)
     plain = [localise(value, lead, leads) for value in args]
     named = {key: localise(value, lead, leads) for key, value in kwargs.items() if key != "memory_format"}
     if any(value is NotImplemented for value in (*plain, *named.values())):
@@ -277,23 +275,6 @@ def _leads(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RangeTensor]:
     raise AssertionError("an operation without a sharded argument was dispatched here")
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RangeTensor] | None:
-    """The sharded tensors this operation writes; None when it writes into something that is not sharded."""
-    if not func._schema.is_mutable:
-        return []
-    out: list[RangeTensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = kwargs.get(argument.name) if position >= len(args) else args[position]
-        for item in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(item, RangeTensor):
-                out.append(item)
-            elif isinstance(item, Tensor) and item.dim() > 0:
-                return None
-    return out
-
-
 def localise(value: Any, lead: RangeTensor, leads: list[RangeTensor]) -> Any:
     """An argument as the range that lies beside ``lead``'s; NotImplemented where there is none."""
     if isinstance(value, RangeTensor):
@@ -345,11 +326,7 @@ def _matching(value: RangeTensor, lead: RangeTensor) -> Any:
 
 def outs_of(func: Any) -> list[str]:
     """Names of the arguments that the overload writes its results to, whatever they held."""
-    return [
-        argument.name
-        for argument in func._schema.arguments
-        if argument.kwarg_only and argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    return [one.name for one in func._schema.arguments if one.kwarg_only and one.name in written_names(func)]
 
 
 def _over_one_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -385,31 +362,65 @@ def _into_outs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: l
     return tuple(kwargs.get(name) for name in outs_of(func))
 
 
+def _into_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An element-wise operation that writes whole tensors and reads ranges, in lists one by one.  Collective."""
+    first = args[0]
+    if type(first) in (list, tuple) and len(first) > 1:
+        return _one_by_one(func, args, kwargs)
+
+    def value_of(value: Any) -> Any:
+        if not isinstance(value, RangeTensor):
+            return value
+        if value._bound is not None:
+            gathered = whole_of(value._bound.view(value._spec.index).detach())
+            if gathered.dtype == value.dtype:
+                return gathered
+        elif func is aten.copy_.default and _copies_state():
+            raise _copied_out(value)
+        elif not outs_of(func):
+            _check_shapes(func, args, kwargs)
+        return value.full_tensor()
+
+    plain, named = tree_map_only(Tensor, value_of, (args, kwargs))
+    return func(*plain, **named)
+
+
+#: Where torch copies states to save them, whose copies must be ranges as they are.
+_COPIES_STATES = ("torch.distributed.checkpoint", "torch.distributed._state_dict_utils")
+
+
+def _copies_state() -> bool:
+    caller = sys._getframe(1)
+    while caller is not None and not caller.f_globals.get("__name__", "").startswith(_COPIES_STATES):
+        caller = caller.f_back  # type: ignore[assignment]
+    return caller is not None
+
+
 def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Read parameters whole; refuse anything that would need the whole of a gradient or a state."""
+    """Read parameters whole; refuse anything that would need the whole of a gradient or a state, or write more than a range."""
     outs = [name for name in outs_of(func) if isinstance(kwargs.get(name), RangeTensor)] if kwargs else []
     if outs:
         return _into_outs(func, args, kwargs, outs)
-    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments]
-    named_writes = {argument.name for argument, writes in zip(func._schema.arguments, written, strict=True) if writes}
-
-    def swap(value: Any, writes: bool = False) -> Any:
+    for value in written_values(func, args, kwargs):
         if isinstance(value, RangeTensor):
-            if writes or not readable_whole(value):
-                _check_shapes(func, args, kwargs)
-                return refuse(func, value, writes=writes)
-            if not value._bound:
-                return value.full_tensor()
-            return whole_of(value._bound.view(value._spec.index).detach())
-        if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-            return [swap(item, writes) for item in value]
-        return value
+            _check_shapes(func, args, kwargs)
+            return refuse(func, value, writes=True)
+    gathered: list[tuple[Tensor, tuple[ParamShard, ...]]] = []
 
-    plain = [swap(value, writes) for value, writes in zip(args, written, strict=False)]
-    out = func(*plain, **{key: swap(value, key in named_writes) for key, value in kwargs.items()})
-    if any(argument.alias_info is not None for argument in func._schema.returns) and isinstance(out, Tensor):
-        return out.as_subclass(ReadOnly)
-    return out
+    def swap(value: Any) -> Any:
+        if not isinstance(value, RangeTensor):
+            return value
+        if not readable_whole(value):
+            _check_shapes(func, args, kwargs)
+            return refuse(func, value)
+        if not value._bound:
+            return value.full_tensor()
+        view = whole_of(value._bound.view(value._spec.index).detach())
+        gathered.append((view, (value._spec,)))
+        return view
+
+    plain, named = tree_map_only(Tensor, swap, (args, kwargs))
+    return _read_only(func(*plain, **named), gathered)
 
 
 def readable_whole(tensor: RangeTensor) -> bool:
@@ -466,30 +477,70 @@ def _check_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 class ReadOnly(torch.Tensor):
     """A gathered value read outside a forward, or a view of one: writing to it would be lost, so it is refused."""
 
+    #: The same memory, of values of these parameters.
+    _plain: Tensor
+    _specs: tuple[ParamShard, ...]
+
+    @classmethod
+    def of(cls, plain: Tensor, specs: tuple[ParamShard, ...]) -> ReadOnly:
+        made = plain.as_subclass(cls)
+        made._plain, made._specs = plain, specs
+        for spec in specs:
+            spec.views[id(made)] = made
+        return made
+
+    def leave(self) -> None:
+        """Keep the values from now on, whatever the parameter gets."""
+        self._plain = self._plain.clone()
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        writes = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name not in _READS)
-        target = args[0] if args else None
-        if isinstance(target, ReadOnly) and (writes or name == "__setitem__"):
-            raise ShardedOpError(
-                f"{name} on a gathered value: expected reading, found a write that would be lost. Write to the "
-                "parameter itself, "
-                "or use `with attachment.gathered(parameter, write=True):`."
-            )
         with torch._C.DisableTorchFunctionSubclass():
-            out = _read_only(func(*args, **(kwargs or {})), target)
-        return out
+            if func is _SET_DATA:
+                raise _written_to_a_copy("data = ...")
+            if func not in _OF_MEMORY or not isinstance(args[0], ReadOnly):
+                return func(*args, **(kwargs or {}))
+            out = func(args[0]._plain, *args[1:], **(kwargs or {}))
+            if func in (Tensor.numpy, Tensor.__array__):
+                out.setflags(write=False)
+            return out
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(value, ReadOnly) for value in written_values(func, args, kwargs)):
+            raise _written_to_a_copy(func._schema.name.split("::")[1])
+        sources = [(value._plain, value._specs) for value in tree_leaves((args, kwargs)) if isinstance(value, ReadOnly)]
+        plain, named = tree_map_only(ReadOnly, lambda value: value._plain, (args, kwargs))
+        return _read_only(func(*plain, **named), sources)
 
 
-_READS = frozenset({"__index__", "__int__", "__invert__", "__init__", "__iter__"})
+_PROPERTIES: Any = Tensor
+_SET_DATA = _PROPERTIES.data.__set__
+#: What torch does not do for a class with a dispatch of its own.
+_OF_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__repr__, Tensor.__deepcopy__, Tensor.__reduce_ex__}
 
 
-def _read_only(out: Any, source: Any) -> Any:
-    """What was read: a view of the gathered value stays read-only, a new value is plain."""
-    if not isinstance(out, Tensor) or not isinstance(source, Tensor):
-        return out
-    address = torch._C._storage_address  # type: ignore[attr-defined]
-    return out.as_subclass(ReadOnly if address(out) == address(source) else Tensor)
+def _written_to_a_copy(name: str) -> ShardedOpError:
+    return ShardedOpError(
+        f"{name} on a gathered value: expected reading, found a write that would be lost. Write to the parameter itself, or "
+        "use `with attachment.gathered(parameter, write=True):`."
+    )
+
+
+def _read_only(out: Any, sources: Iterable[tuple[Tensor, tuple[ParamShard, ...]]]) -> Any:
+    """What was read: in the memory of gathered values it is read-only, a new value is plain."""
+    specs: dict[int, tuple[ParamShard, ...]] = {}
+    for plain, of in sources:
+        memory = plain.untyped_storage()._cdata
+        specs[memory] = (*specs.get(memory, ()), *of)
+
+    def mark(value: Tensor) -> Tensor:
+        of = specs.get(value.untyped_storage()._cdata)
+        return value if of is None else ReadOnly.of(value, of)
+
+    return tree_map_only(Tensor, mark, out) if specs else out

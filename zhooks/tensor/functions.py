@@ -183,6 +183,10 @@ def _as_complex(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 def _requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
+    if torch.__future__.get_swap_module_params_on_conversion():
+        maker = sys._getframe(3)
+        if maker.f_globals.get("__name__") == "torch.nn.modules.module":  # _apply makes what it will swap in
+            raise swapped(tensor._spec.name)
     before, bound = tensor.requires_grad, tensor._bound
     out = _plain(func, args, kwargs)
     if tensor.requires_grad == before:
@@ -198,6 +202,16 @@ def _requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
             "parameter, which would get its gradients. Use full_tensor().requires_grad_(), or the parameter itself."
         )
     return out
+
+
+def swapped(name: str) -> ShardedOpError:
+    """The refusal of ``torch.utils.swap_tensors``: the sharded values would stay where they are."""
+    return ShardedOpError(
+        f"swap_tensors of parameter {name}: expected a plain parameter, found an attached one, whose model would go on with "
+        "the old values. To change values, use parameter.copy_(value) under torch.no_grad(); to change dtype or device "
+        "(model.double(), model.to()), call attachment.detach(), change the model, attach again. With "
+        "torch.__future__.set_swap_module_params_on_conversion(True) every conversion swaps, also one that changes nothing."
+    )
 
 
 def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -255,7 +269,13 @@ def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             f"{tensor.device}, found "
             f"{tuple(value.shape)}, {value.dtype} on {value.device}. Call attachment.detach(), change the model, attach again."
         )
+    if isinstance(value, RangeTensor):
+        if value._at is tensor._at:
+            return None
+        if value._spec is not tensor._spec:  # another parameter's range: the same elements on some ranks at most
+            value = value.full_tensor()
     with torch.no_grad():
+        tensor.leave()
         tensor.copy_(value)
     return None
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +41,13 @@ class ParamShard:
     """What all tensors of one parameter's range have in common; replaced ranges reach every one of them.
 
     ``shape`` and ``stride`` are global; ``part_shape`` and ``part_stride`` are those of what this place on the tp axis has,
-    which the flat buffer holds.  ``pieces`` say which elements of the part, in storage order, this rank owns.
+    which the flat buffer holds.  ``pieces`` say which elements of the part, in storage order, this rank owns.  ``aliases`` are
+    the tensors made by ``data`` and ``detach``, ``views`` those of gathered values, by id, as long as somebody has them.
     """
 
     __slots__ = (
-        "__weakref__", "contiguous", "device", "division", "dtype", "group", "hooks", "index", "name", "part_shape",
-        "part_stride", "pieces", "place", "post_hooks", "shape", "stride",
+        "__weakref__", "aliases", "contiguous", "device", "division", "dtype", "group", "hooks", "index", "name", "part_shape",
+        "part_stride", "pieces", "place", "post_hooks", "shape", "stride", "views",
     )  # fmt: skip
 
     def __init__(
@@ -70,6 +72,8 @@ class ParamShard:
         # The parameter's own tables where it has any, before attach and after detach: torch's handles refer to them.
         self.hooks: OrderedDict[int, Callable[[Tensor], Tensor | None]] = OrderedDict()
         self.post_hooks: OrderedDict[int, Callable[[Tensor], None]] = OrderedDict()
+        self.aliases: WeakValueDictionary[int, RangeTensor] = WeakValueDictionary()
+        self.views: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
     @property
     def numel(self) -> int:
@@ -221,6 +225,25 @@ class RangeTensor(torch.Tensor):
         if self._parent is not None:
             self._parent._written(numbers)
             torch.autograd.graph.increment_version(self._parent)
+
+    def leave(self) -> None:
+        """Share the range with no other tensor any more: the parameter keeps it, an alias takes a copy of the values.
+
+        As after ``p.data = value`` in plain PyTorch, where ``p`` gets other memory: here it is the aliases that do.
+        """
+        spec = self._spec
+        leaving = [alias for alias in spec.aliases.values() if alias._at is self._at]
+        if any(alias is self for alias in leaving):
+            leaving = [self]
+        elif self._bound is not None:
+            for view in spec.views.values():
+                view.leave()
+        kept = self._local.clone() if leaving else None
+        for alias in leaving:
+            assert kept is not None
+            if alias._bound is not None:
+                alias._bound, alias._origin = None, Origin(0)
+            alias._at = kept
 
     def to_local(self) -> Tensor:
         """This rank's range: 1-D, in storage order, on the device it really lives on.

@@ -22,7 +22,7 @@ from torch.optim.optimizer import _foreach_supported_types
 from offload.errors import ShardedOpError
 from offload.store import BlockRange
 from zhooks.tensor.aten import ATEN
-from zhooks.tensor.functions import FUNCTIONS, with_values
+from zhooks.tensor.functions import FUNCTIONS, swapped, with_values
 from zhooks.tensor.group import HeldSums
 from zhooks.tensor.range_tensor import Handler, ParamShard, RangeTensor
 from zhooks.tensor.vectors import Vectors, VectorShard
@@ -83,6 +83,16 @@ class ShardedTensor(_ByTables):
     # Asked of every parameter in every step (zero_grad, clipping, the optimizer): answered without torch's dispatch.
     grad = property(_get_grad, _set_grad, lambda tensor: _set_grad(tensor, None))
 
+    def _use_count(self) -> int:
+        """``torch.utils.swap_tensors`` asks for it before it changes anything.
+
+        Raises:
+            ShardedOpError: the user swaps an attached parameter, whose values would stay where they are.
+        """
+        if self._bound is not None and torch._C._is_torch_function_enabled():
+            raise swapped(self._spec.name)
+        count: int = super()._use_count()  # type: ignore[misc]
+        return count
 
 class HeldGradient(ShardedTensor):
     """What a parameter's ``.grad`` is while ``no_sync`` holds back a sum of it: see Note [Held gradients].

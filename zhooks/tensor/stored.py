@@ -10,7 +10,7 @@ Note: [Views stay stored]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from offload.errors import ShardedOpError
 from offload.store import Block
 from zhooks.tensor.checkpoint_chunks import ChunkTensor, chunk_list, whole_chunk, write_items
+from zhooks.tensor.written import written_values
 
 __all__ = ["StoredTensor", "spanned", "tensor_at"]
 
@@ -127,7 +128,9 @@ class StoredTensor(torch.Tensor):
 
         plain_args, plain_kwargs = tree_map_only(StoredTensor, local, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
-        for written in _written(func, args, kwargs) if func._schema.is_mutable else ():
+        for written in written_values(func, args, kwargs):
+            if not isinstance(written, StoredTensor):
+                continue
             stored, values, used = opened[id(written)]
             if used.shape != values.shape:
                 raise ShardedOpError(f"{func}: expected a state's own shape {list(values.shape)}, found {list(used.shape)}")
@@ -167,11 +170,3 @@ def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     bare_args, bare_kwargs = tree_map_only(StoredTensor, bare, (args, kwargs))
     return tree_map_only(Tensor, back, func(*bare_args, **bare_kwargs))
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[StoredTensor]:
-    """The arguments that an operation writes."""
-    for place, argument in enumerate(func._schema.arguments):
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from (one for one in tree_leaves(value) if isinstance(one, StoredTensor))

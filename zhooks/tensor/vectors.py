@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -69,6 +70,7 @@ class VectorShard(ParamShard):
         self.division = self.place = None
         self.contiguous = True
         self.hooks, self.post_hooks = OrderedDict(), OrderedDict()
+        self.aliases, self.views = WeakValueDictionary(), WeakValueDictionary()
 
     def key(self) -> tuple[Any, ...]:
         return (*super().key(), tuple(part.shape for part in self.parts))

@@ -424,8 +424,10 @@ def test_rows_and_matrices_of_a_gradient_are_refused_by_name() -> None:
             needs_rows()
         assert "full_tensor()" in str(raised.value), name
     # As torch 2.8's asynchronous save copies a state.
+    torch_copies: dict[str, Any] = {"__name__": "torch.distributed._state_dict_utils"}
+    exec("def copy(into, state): into.copy_(state)", torch_copies)
     with pytest.raises(zhooks.ShardedOpError, match=r"linear\.weight \(5, 6\) into a plain tensor: .*async_save of torch 2\.8"):
-        torch.empty(5, 6).copy_(grad)
+        torch_copies["copy"](torch.empty(5, 6), grad)
 
 
 @on_ranks(1, 2)
