@@ -196,7 +196,7 @@ def lists_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply an element-wise operation to the ranges."""
     if _meets_own_values(func, args, kwargs):
-        args, kwargs = tree_map_only(RangeTensor, RangeTensor.full_tensor, (args, kwargs))
+        args, kwargs = tree_map_only(RangeTensor, whole_value, (args, kwargs))
         return func(*args, **kwargs)
     first = args[0]
     if type(first) in (list, tuple) and len(first) > 1 and _scattered(first):
@@ -368,21 +368,25 @@ def _into_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if type(first) in (list, tuple) and len(first) > 1:
         return _one_by_one(func, args, kwargs)
 
-    def value_of(value: Any) -> Any:
-        if not isinstance(value, RangeTensor):
-            return value
-        if value._bound is not None:
-            gathered = whole_of(value._bound.view(value._spec.index).detach())
-            if gathered.dtype == value.dtype:
-                return gathered
-        elif func is aten.copy_.default and _copies_state():
-            raise _copied_out(value)
-        elif not outs_of(func):
-            _check_shapes(func, args, kwargs)
-        return value.full_tensor()
+    def read(value: RangeTensor) -> Tensor:
+        if value._bound is None:
+            if func is aten.copy_.default and _copies_state():
+                raise _copied_out(value)
+            if not outs_of(func):
+                _check_shapes(func, args, kwargs)
+        return whole_value(value)
 
-    plain, named = tree_map_only(Tensor, value_of, (args, kwargs))
+    plain, named = tree_map_only(RangeTensor, read, (args, kwargs))
     return func(*plain, **named)
+
+
+def whole_value(tensor: RangeTensor) -> Tensor:
+    """All of it; a parameter as it is gathered, where that has its dtype.  Collective, but of what is gathered already."""
+    if tensor._bound is not None:
+        gathered = whole_of(tensor._bound.view(tensor._spec.index).detach())
+        if gathered.dtype == tensor.dtype:
+            return gathered
+    return tensor.full_tensor()
 
 
 #: Where torch copies states to save them, whose copies must be ranges as they are.

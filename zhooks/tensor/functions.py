@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import AttachError, ShardedOpError
 from zhooks.layout import is_divided, whole_of
-from zhooks.tensor.elementwise import numbers_of, own_ranges, readable_whole, stepping
+from zhooks.tensor.elementwise import numbers_of, own_ranges, readable_whole, stepping, whole_value
 from zhooks.tensor.range_tensor import Handler, RangeTensor, RealShard, range_alone, refuse_gradients
 
 # Asking a parameter about itself gathers nothing.
@@ -59,7 +59,7 @@ def with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         if any(value.requires_grad and not isinstance(value, RangeTensor) for value in _tensors(args, kwargs)):
             # A weight of a penalty (EWC's Fisher information) meets a graph, whose gradients are whole: so is what it computes.
             with torch.no_grad():
-                args, kwargs = tree_map_only(RangeTensor, RangeTensor.full_tensor, (args, kwargs))
+                args, kwargs = tree_map_only(RangeTensor, whole_value, (args, kwargs))
             return func(*args, **kwargs)
     out = kwargs.get("out") if kwargs else None
     if isinstance(out, RangeTensor) and not torch.is_grad_enabled() and not any(map(_is_or_has_sharded, args)):

@@ -94,6 +94,7 @@ class ShardedTensor(_ByTables):
         count: int = super()._use_count()  # type: ignore[misc]
         return count
 
+
 class HeldGradient(ShardedTensor):
     """What a parameter's ``.grad`` is while ``no_sync`` holds back a sum of it: see Note [Held gradients].
 
