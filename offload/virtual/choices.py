@@ -6,8 +6,8 @@ other memory; it computes nothing and keeps no clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C import DispatchKey
 
 from offload.virtual.dispatch import by_key
+from offload.virtual.recurrent import RECURRENT, layer_workspace
 
 __all__ = ["Choices", "made_whole"]
 
@@ -37,8 +38,9 @@ class Choices:
     def register(self, aten: torch.library.Library) -> None:
         for key in ("PrivateUse1", "AutogradPrivateUse1"):
             aten.impl("scaled_dot_product_attention", self._attention, key)
-            aten.impl("lstm.input", self._lstm, key)
             aten.impl("dropout", self._dropout, key)
+            for name in RECURRENT:
+                aten.impl(name, partial(self._recurrent, name), key)
         aten.impl("_safe_softmax", self._safe_softmax, "PrivateUse1")
         for name in _ONE_KERNEL:
             aten.impl(name, partial(self._run, getattr(_aten, name).default), "PrivateUse1")
@@ -95,49 +97,17 @@ class Choices:
         made: Tensor = by_key(DispatchKey.CompositeExplicitAutograd, _aten._safe_softmax.default, x, dim, dtype)
         return made
 
-    def _lstm(
-        self, x: Tensor, state: Sequence[Tensor], weights: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
-        train: bool, bidirectional: bool, batch_first: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """A CPU's layers are one kernel each; elsewhere, and where a CPU has none, it is the cells one after the other."""
-        plain = x.dtype is torch.float32 and has_biases and not bidirectional and weights[1].shape[1] == state[0].shape[-1]
-        if self._accelerated() or not plain or not torch.backends.mkldnn.is_available():
-            arguments = (x, state, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first)
-            cells: tuple[Tensor, Tensor, Tensor] = by_key(DispatchKey.CompositeImplicitAutograd, _aten.lstm.input, *arguments)
-            return cells
-        x = x.transpose(0, 1) if batch_first else x
-        hidden, cell = [], []
-        for layer in range(num_layers):
-            own = weights[4 * layer : 4 * layer + 4]
-            x, last, inner, _ = torch.ops.aten.mkldnn_rnn_layer(
-                x, *own, state[0][layer], state[1][layer], False, [], 2, state[0].shape[-1], num_layers, has_biases,
-                bidirectional, batch_first, train,
-            )  # fmt: skip
-            hidden.append(last)
-            cell.append(inner)
-            if dropout and train and layer < num_layers - 1:
-                x = torch.dropout(x, dropout, train)
-        return x.transpose(0, 1) if batch_first else x, torch.stack(hidden), torch.stack(cell)
+    def _recurrent(self, name: str, *arguments: Any) -> Any:
+        """A CPU's, or the cells of a GPU one after the other."""
+        if not self._accelerated():
+            return RECURRENT[name](*arguments)
+        packet, _, overload = name.partition(".")
+        return by_key(DispatchKey.CompositeImplicitAutograd, getattr(getattr(_aten, packet), overload or "default"), *arguments)
 
 
 def made_whole(overload: Any, args: tuple[Any, ...], found: Any) -> Any:
     """What a meta kernel found, with what it does not know."""
     if overload is not _aten.mkldnn_rnn_layer.default:
         return found
-    size = _rnn_workspace(tuple(args[0].shape), tuple(args[1].shape), args[-1])
+    size = layer_workspace(tuple(args[0].shape), tuple(args[1].shape), args[-1])
     return (*found[:3], torch.empty(size, dtype=torch.uint8, device="meta"))
-
-
-@cache
-def _rnn_workspace(shape: tuple[int, ...], weight: tuple[int, ...], train: bool) -> int:
-    """Bytes that oneDNN keeps of a layer for its backward: its own affair, so one layer of that shape runs for real."""
-    gates = weight[0]
-    hidden = gates // 4
-    x, own, back, bias, state = (
-        torch.zeros(size, dtype=torch.float32, device="cpu")
-        for size in (shape, weight, (gates, hidden), (gates,), (1, shape[1], hidden))
-    )
-    made = torch.ops.aten.mkldnn_rnn_layer(
-        x, own, back, bias, bias, state, state, False, [], 2, hidden, 1, True, False, False, train
-    )
-    return int(made[3].nbytes)
