@@ -21,7 +21,7 @@ from offload.virtual.operations import run
 from offload.virtual.refused import no_data
 from offload.virtual.watcher import watcher
 
-__all__ = ["KERNELS"]
+__all__ = ["COMPOSITES", "KERNELS"]
 
 _aten: Any = torch.ops.aten
 
@@ -76,7 +76,7 @@ def _item(tensor: Tensor) -> Any:
 
 def _initialises() -> bool:
     """``trunc_normal_`` draws again while some value is outside of its bounds: values that are not there are none of these."""
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe()  # one of autograd's threads has no more than ours
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         if frame.f_code.co_filename == nn.init.__file__:
             return True
@@ -109,9 +109,25 @@ def _convolution_backward(
     return run(_aten.convolution_backward.default, *arguments)
 
 
+def _cumprod_backward(grad: Tensor, value: Tensor, dim: int, output: Tensor) -> Tensor:
+    """As torch has it where no factor is 0, which it asks of the values."""
+    weighted = output * grad
+    _zero = (value == 0).any()
+    return weighted.flip(dim).cumsum(dim).flip(dim).div(value.conj())
+
+
+def _binary_cross_entropy(value: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1) -> Tensor:
+    """The one number is left in the memory of the losses of all elements."""
+    losses: Tensor = run(_aten.binary_cross_entropy.default, value, target, weight, 0)
+    return losses if reduction == 0 else losses.resize_(())
+
+
+#: What torch makes of other operations and values, by operations alone; above autograd and below.
+COMPOSITES: dict[str, Callable[..., Any]] = {"cumprod_backward": _cumprod_backward}
 KERNELS: dict[str, Callable[..., Any]] = {
     "_grouped_mm": _grouped_mm,
     "alias": _alias,
+    "binary_cross_entropy": _binary_cross_entropy,
     "convolution_overrideable": _convolution,
     "convolution_backward_overrideable": _convolution_backward,
     "empty.memory_format": _empty,

@@ -250,6 +250,9 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _resize(own: Tensor, to: _Size) -> None:
-    """An ``out`` argument that takes the shape of the result."""
-    storage = fresh(reach(to.size, to.stride) * to.dtype.itemsize, own.device.index)
-    by_key(DispatchKey.CPU, _aten.set_.source_Storage_storage_offset, own, storage, 0, to.size, to.stride)
+    """An argument that takes the shape of the result, in the memory that it has where that is enough."""
+    storage, offset = own.untyped_storage(), own.storage_offset()
+    nbytes = (int(offset) + reach(to.size, to.stride)) * to.dtype.itemsize
+    if storage.nbytes() < nbytes:
+        storage = fresh(nbytes, own.device.index)
+    by_key(DispatchKey.CPU, _aten.set_.source_Storage_storage_offset, own, storage, offset, to.size, to.stride)

@@ -32,7 +32,7 @@ import torch
 from offload.errors import CapabilityError, SimulationError
 from offload.virtual.autocast import autocast_kernels
 from offload.virtual.choices import Choices
-from offload.virtual.kernels import KERNELS
+from offload.virtual.kernels import COMPOSITES, KERNELS
 from offload.virtual.memory import ACCELERATOR, NAME
 from offload.virtual.operations import run
 from offload.virtual.watcher import watcher
@@ -154,6 +154,9 @@ def register() -> None:
         warnings.filterwarnings("ignore", message=".*[Oo]verrid", category=UserWarning)
         for name, kernel in KERNELS.items():
             aten.impl(name, kernel, "PrivateUse1")
+        for name, kernel in COMPOSITES.items():
+            for key in ("PrivateUse1", "AutogradPrivateUse1"):
+                aten.impl(name, kernel, key)
         for name, kernel in autocast_kernels().items():
             aten.impl(name, kernel, "AutocastPrivateUse1")
         Choices(run, lambda: watcher().accelerated).register(aten)
