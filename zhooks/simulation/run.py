@@ -249,6 +249,13 @@ class Job:
     settings: Settings | None
 
 
+def _loop_over_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """What torch chooses on a CPU, where it can choose; of other devices it takes all parameters at once."""
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        if "foreach" in options and options["foreach"] is None:
+            options["foreach"] = False
+
+
 def run_rank(job: Job, machine: Machine, costs: HardwareCosts, begins: Callable[[], None]) -> Simulation:
     """Build, attach and step as one rank, on its machine; ``begins`` is called before each step."""
     holders, races = Holders(), Races()
@@ -261,6 +268,9 @@ def run_rank(job: Job, machine: Machine, costs: HardwareCosts, begins: Callable[
             following.enter_context(job.follow(machine))
         axes = job.arrangement.mesh()
         made = built(job.build, job.arrangement, axes)
+        if not machine.accelerated:
+            for optimizer in made.optimizers:
+                _loop_over_parameters(optimizer)
         attachments: list[Attachment] = []
         try:
             for model in made.models:

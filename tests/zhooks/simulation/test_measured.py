@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import zhooks
 from tests.support.ranks import Pool
@@ -53,7 +54,87 @@ class Convolving(nn.Module):
         return x + F.relu(self.norm(self.kernel(x[None])))[0]
 
 
-BLOCKS = {"attention": Attending, "recurrent": Recurring, "convolution": Convolving}
+class Gated(nn.Module):
+    """A CPU has no kernel for a layer of these: they are cells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.GRU(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, dropout=0.1)
+        self.plain, self.cell = nn.RNN(WIDTH, WIDTH, nonlinearity="relu", batch_first=True), nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.plain(x)[0] + self.both(x.transpose(0, 1))[0].transpose(0, 1)
+        return x + self.cell(x[:, 0], x[:, 1])[:, None]
+
+
+class BothWays(nn.Module):
+    """One kernel of a CPU's for each direction, with and without biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.LSTM(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, batch_first=True)
+        self.bare = nn.LSTM(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.both(x)[0] + self.bare(x.transpose(0, 1))[0].transpose(0, 1)
+
+
+class Packed(nn.Module):
+    """Sequences of several lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.LSTM(WIDTH, WIDTH // 2, bidirectional=True, batch_first=True)
+        self.gated = nn.GRU(WIDTH, WIDTH // 2, bidirectional=True, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.tensor([LENGTH, LENGTH - 3, LENGTH - 3, 5], device="cpu")
+        packed = pack_padded_sequence(x, lengths, batch_first=True)
+        first, second = (pad_packed_sequence(layer(packed)[0], batch_first=True)[0] for layer in (self.memory, self.gated))
+        return x + first + second
+
+
+class Losing(nn.Module):
+    """Losses that are left in the memory of those of all elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        losses = F.mse_loss(out, x) + F.smooth_l1_loss(out, x) + F.soft_margin_loss(out, torch.ones_like(x))
+        return x + losses + F.binary_cross_entropy(out.sigmoid(), torch.ones_like(x))
+
+
+class Weighting(nn.Module):
+    """Weights of samples along a ray, as in a NeRF: the backward of their product asks whether a factor is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.cumprod(1 - torch.sigmoid(self.layer(x)), 1)
+
+
+class Wide(nn.Module):
+    """More parameters than activations: the peak is in the optimizer's step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 16 * WIDTH), nn.Linear(16 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.layers(x[:1, :1])
+        return out
+
+
+BLOCKS = {
+    "attention": Attending, "recurrent": Recurring, "convolution": Convolving, "gated": Gated, "both ways": BothWays,
+    "packed": Packed, "losing": Losing, "weighting": Weighting,
+    "wide": Wide,
+}  # fmt: skip
 HOST = {cell: {"tier": "host"} for cell in ("parameter", "gradient", "optimizer")}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "attention, stage 3": ("attention", {"stage": 3}),
@@ -61,6 +142,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "attention", {"activation": {"checkpoint": "unit"}, "optimizer": {"tier": "disk"}},
     ),
     "recurrent, on host": ("recurrent", HOST),
+    "gated, stage 1": ("gated", {"stage": 1}),
+    "both ways, stage 3": ("both ways", {"stage": 3}),
+    "packed, stage 3": ("packed", {"stage": 3}),
+    "wide, stage 1": ("wide", {"stage": 1}),
+    "losing, optimizer on host": ("losing", {"optimizer": {"tier": "host"}}),
     "convolution, stage 0": ("convolution", {"stage": 0}),
     "convolution, stage 1": ("convolution", {"stage": 1}),
 }  # fmt: skip
@@ -117,6 +203,10 @@ def measured(case: str, folder: str) -> int:
     return found - before
 
 
+def simulated_weights(hardware: dict[str, Any]) -> int:
+    return simulate(*programs("weighting"), world=2, hardware=hardware, policy={"units": {"min_numel": 0}}).device.nbytes
+
+
 def simulated(case: str, hardware: dict[str, Any]) -> int:
     name, policy = CASES[case]
     policy = {"units": {"min_numel": 0}, **policy}
@@ -127,10 +217,13 @@ def simulated(case: str, hardware: dict[str, Any]) -> int:
 def test_the_peak_is_what_two_ranks_of_a_cpu_hold(case: str, ranks2: Pool, virtual_ranks: Pool, tmp_path: Path) -> None:
     held = max(ranks2.run(f"{__name__}:measured", case=case, folder=str(tmp_path)))
     (predicted,) = virtual_ranks.run(f"{__name__}:simulated", case=case, hardware=a_cpu())
-    assert held / 1.03 <= predicted <= held * 1.03, f"{case}: predicted {predicted} bytes, measured {held}"
-    if not case.startswith("recurrent"):
-        # What is left is a few numbers'; of oneDNN's recurrent layers a copy that it makes inside is not known.
-        assert abs(predicted - held) <= 4096, f"{case}: predicted {predicted} bytes, measured {held}"
+    # What is left is a few numbers'.
+    assert abs(predicted - held) <= 4096, f"{case}: predicted {predicted} bytes, measured {held}"
+
+
+def test_a_product_of_weights_is_simulated_as_if_none_is_zero(virtual_ranks: Pool) -> None:
+    (held,) = virtual_ranks.run(f"{__name__}:simulated_weights", hardware=a_cpu())
+    assert held > 3 * WIDTH * WIDTH * 4
 
 
 def test_every_step_of_a_loop_has_the_same_peak(virtual_ranks: Pool) -> None:
