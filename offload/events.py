@@ -267,6 +267,7 @@ class Bus:
                     f"observer {type(observer).__name__} raised {type(raised).__name__}: {raised} "
                     f"on {kind} {what} {key}; it is detached and receives no further events",
                     RuntimeWarning,
+                    this_rank=True,
                 )
 
     def _remove(self, observer: Observer) -> bool:

@@ -163,7 +163,7 @@ ORDER = {
         "hardware allocator", "documents",
         "counting formulas free_ranges pages private_files references regular_files text threads",
         "work", "tier",
-        "events errors user_warnings",
+        "events errors user_warnings", "job_rank",
     ),
     "zprof": (
         "__main__", "cli", "__init__ commands", "doctor show", "running oom", "living", "analysis", "bench gpu recording",
@@ -392,7 +392,9 @@ ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.puten
 
 
 #: Ask where this user's caches are, which job the launcher started, and what torchft goes by, which are no settings of ours.
-_NO_SETTINGS = ("offload/allocator/machine_code.py", "offload/shards/job.py", "zhooks/integrations/torchft.py")
+_NO_SETTINGS = (
+    "offload/allocator/machine_code.py", "offload/job_rank.py", "offload/shards/job.py", "zhooks/integrations/torchft.py",
+)  # fmt: skip
 
 
 def no_environment_is_read(sources: list[Source]) -> list[str]:

@@ -6,7 +6,7 @@ from offload.shards.commit import Draft, destination, find, refuse_occupied
 from offload.shards.export import ExportDraft, ExportKind, WholeFile
 from offload.shards.file import CHUNK, CODES, DTYPES, Entry, Record, ShardReader, ShardWriter, blocks, digest, file_nbytes
 from offload.shards.host_memory import HostMemory, check_memory, copy_name, remove_dead_jobs
-from offload.shards.job import job_of, launched_among
+from offload.shards.job import job_of
 from offload.shards.manifest import MANIFEST, Manifest, encoded, read_manifest, shard_name
 from offload.shards.outcomes import FailedElsewhere, Outcomes
 from offload.shards.part import Part
@@ -49,7 +49,6 @@ __all__ = [
     "find",
     "job_of",
     "latest",
-    "launched_among",
     "read_manifest",
     "refuse_occupied",
     "remove_dead_jobs",

@@ -1,6 +1,6 @@
 """Which job this process is a rank of, and which process started it: what stays the same when ranks are started again.
 
-``host_memory.py`` names a job's folder by it, and ``attach`` asks how many ranks there are.  It asks the launcher alone, and is
+``host_memory.py`` names a job's folder by it.  It asks the launcher alone, and is
 no setting.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from offload.disk import Owner, started_ticks
 from offload.errors import CapabilityError
 
-__all__ = ["job_of", "launched_among", "launcher"]
+__all__ = ["job_of", "launcher"]
 
 
 def job_of(given: str | None) -> str:
@@ -33,12 +33,6 @@ def job_of(given: str | None) -> str:
         )
     # torchrun's own default is the same for all jobs; what tells them apart is the agent, which lives as long as the job.
     return f"launched by {launcher().page().decode()}" if run_id in ("", "none") else f"run {run_id}"
-
-
-def launched_among() -> tuple[str, str] | None:
-    """(rank, world) as torchrun has told this process; None where another program has started it."""
-    told = os.environ.get
-    return None if "TORCHELASTIC_RUN_ID" not in os.environ else (told("RANK", "0"), told("WORLD_SIZE", "1"))
 
 
 def launcher() -> Owner:

@@ -84,7 +84,7 @@ def resumed(folder: Path, setting: Setting, name: str) -> Outcome:
 
 def culprits(text: str) -> frozenset[str]:
     """The ranks that an error says are gone or late."""
-    found = re.search(r"found (ranks? [\d, and]*?\d+) (gone|late)", text)
+    found = re.search(r"(Ranks? [\d, and]*?\d+) (is|are) (gone|late)", text)
     return frozenset(re.findall(r"\d+", found[1])) if found else frozenset()
 
 

@@ -23,11 +23,11 @@ TIMEOUT_S = 6.0
 LATE_S = 20.0
 WORLD = 4
 #: The other side's ranks, which this side names.
-FAR = r"ranks? (2 and 3|[23]) on host1 late"
+FAR = r"Ranks? (2 and 3|[23]) on host1 (is|are) late"
 #: What a rank knows that does not reach the store.
-CUT = r"found that the process group's store at (10\.77\.0\.1|host0):\d+ has not answered for \d"
+CUT = r"The process group's store at (10\.77\.0\.1|host0):\d+ has not answered for \d"
 #: Both of a host, or one and that the other is silent.
-BOTH = r"(ranks 2 and 3 on host1 gone|rank [23] on host1 gone.*; nothing was heard of rank [23] on host1 either)"
+BOTH = r"(Ranks 2 and 3 on host1 are gone|Rank [23] on host1 is gone.*; nothing was heard of rank [23] on host1 either)"
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def said(folder: Path, rank: int, what: str = "said", within_s: float = TIMEOUT_
 
 def others_named(rank: int, text: str) -> set[int]:
     """Whom rank ``rank`` names, itself apart."""
-    named = re.findall(r"ranks? (\d(?:(?:, \d)* and \d)?)", text)
+    named = re.findall(r"[Rr]anks? (\d(?:(?:, \d)* and \d)?)", text)
     return {int(number) for numbers in named for number in re.findall(r"\d", numbers)} - {rank}
 
 
@@ -87,13 +87,13 @@ LOSSES = {
     "the store's host": Loss(power_loss(0), {2: CUT, 3: CUT}),
     "the other host": Loss(power_loss(1), {0: FAR, 1: FAR}),
     "one rank": Loss(
-        lambda _, running: running[2].signal(signal.SIGKILL), dict.fromkeys((0, 1, 3), r"found rank 2 on host1 gone")
+        lambda _, running: running[2].signal(signal.SIGKILL), dict.fromkeys((0, 1, 3), r"Rank 2 on host1 is gone")
     ),
     "both ranks of a host": Loss(
         lambda _, running: (running[2].signal(signal.SIGKILL), running[3].signal(signal.SIGKILL)), {0: BOTH, 1: BOTH}
     ),
     "a rank that is stopped": Loss(
-        lambda _, running: running[3].signal(signal.SIGSTOP), dict.fromkeys((0, 1, 2), r"found rank 3 on host1 late")
+        lambda _, running: running[3].signal(signal.SIGSTOP), dict.fromkeys((0, 1, 2), r"Rank 3 on host1 is late")
     ),
 }
 

@@ -223,7 +223,7 @@ def test_the_text_says_what_to_do_next_and_a_jobs_own_words_go_to_stderr(made: P
         ("number", 1, "simulate: expected that build returns a model, or a model and its optimizer, found int."),
         ("one stage", 1, f"/job.py:{line_of('no such stage')}: step of job.py:one_fails raised ValueError: no such stage"),
         ("stages", 2, "-o: expected a mesh without pp, as a trace has one rank for all, found pp=2; drop one"),
-        ("unknown axis", 1, "expected a mesh of axes 'replicate', 'shard' (or 'dp'), 'tp' and 'pp'"),
+        ("unknown axis", 1, "expected a mesh of axes 'shard' or 'dp' or 'fsdp' or 'dp_shard', 'replicate' or"),
         ("missing", 2, "did you mean small?"),
         ("mesh", 2, "--mesh: expected axes whose sizes multiply to 8 ranks, found 3"),
         ("axes", 2, "expected sizes of axes such as replicate=16,shard=64"),

@@ -326,8 +326,9 @@ class Partition:
                 rank, number = wrong[0]
                 sent = f"activation {number}" if number else "nothing, because it has already freed its shard"
                 raise DivergenceError(
-                    f"unit {slot.key}: expected every rank of axis {self._axis.axis.name} to gather input {slot.number} again "
-                    f"for backward, found that rank {rank} sent {sent}. Let every rank run the same forward and backward."
+                    f"Rank {rank} does not run the same backward through unit {slot.key}. Expected every rank of axis "
+                    f"{self._axis.axis.name} to gather the unit's input again, found that rank {rank} sent {sent}. Let every "
+                    f"rank run the same forward and backward. (Input {slot.number}.)"
                 )
 
     def _drop(self, gather: _Gather) -> None:

@@ -116,8 +116,9 @@ class Replication:
         axis = self._axis.axis
         some = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
         self._found.append(
-            f"unit {unit}, {what}: expected the same on all ranks of axis {axis.name} ({', '.join(map(str, axis.ranks[:8]))}"
-            f"{', ...' if axis.world > 8 else ''}), found {found} on rank {some} than on rank {axis.ranks[0]}"
+            f"Ranks give other inputs to unit {unit}: {what}. Expected the same on all ranks of axis {axis.name} "
+            f"({', '.join(map(str, axis.ranks[:8]))}{', ...' if axis.world > 8 else ''}), found {found} on rank {some} than on "
+            f"rank {axis.ranks[0]}"
         )
 
     def end(self, path: str) -> None:
@@ -143,8 +144,9 @@ class Replication:
             )
         if elsewhere:
             raise DivergenceError(
-                f"{path}: expected the inputs of units to be the same on all ranks of axis {self._axis.axis.name}, found some "
-                "that differ on other ranks that share these units. The error on those ranks names them and says what to do."
+                f"Other ranks give other inputs to some units. Expected the same on all ranks of axis {self._axis.axis.name}, "
+                "found some that differ on other ranks that share these units. The error on those ranks names them and says "
+                f"what to do. ({path})"
             )
 
 

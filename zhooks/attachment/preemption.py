@@ -105,8 +105,9 @@ class Preemptible(Stateful):
         try:
             self._finish_saving("exit_if_preempted")
         except CheckpointError as error:
-            # It is the same on every rank, and no reason not to save now.
-            warn_user(str(error), RuntimeWarning)
+            # It is the same on every rank of the stage, and no reason not to save now.
+            if self._comm.stage.axis.rank == 0:
+                warn_user(str(error), RuntimeWarning, this_rank=True)
         ranks = AllRanks(self._comm.stage, "exit_if_preempted", "extra")
         given = ranks.run(lambda: extra() if callable(extra) else extra)
         self.save(folder, optimizer, objects=objects, extra=given, keep=keep)

@@ -91,7 +91,7 @@ class Recovering:
             return self._at_rest(self._runtime.abandon() or self._runtime.reducer.holds, "")
         verdict = failure.verdict
         if verdict is not None and verdict.kind == "gone":
-            raise DivergenceError(f"recover: expected every rank to be alive, found {verdict.who} gone. {_RESTART}")
+            raise DivergenceError(f"{verdict.subject} gone, and recover() needs every rank. {_RESTART}")
         self._bus.begin("recover", "all ranks")
         try:
             under_way = "a backward that updates" if self._runtime.updated_early else self._steps.under_way

@@ -123,7 +123,7 @@ class StoredTiers(Tiers):
         admitted = admit(policy, device, units, comm, self.store.device)
         if not self._admitted.on_disk:
             with all_or_none(comm.stage, "apply"):
-                _warn_of_memory(policy, admitted, self.store.device, comm)
+                _warn_of_memory(policy, admitted, self.store.device)
         return StoredTiers(self.store, admitted)
 
     def bound(self) -> None:
@@ -193,16 +193,15 @@ def open_store(policy: Policy, device: torch.device, admitted: Admission, comm: 
             seam.start()
             if admitted.on_disk:
                 assert store.disk.path
-            _warn_of_memory(policy, admitted, seam, comm)
+            _warn_of_memory(policy, admitted, seam)
         undo.pop_all()
     return store
 
 
-def _warn_of_memory(policy: Policy, admitted: Admission, seam: Device, comm: Comm) -> None:
-    """Say once that the folder which nobody chose holds its files in memory, so that the disk tier saves none."""
-    chosen, first = policy.disk, comm.world.axis.ranks[comm.world.axis.rank] == 0
-    wanted = admitted.on_disk or policy.activation.tier == "disk"
-    if first and wanted and chosen.path is None and seam.facts.is_memory(chosen.folder):
+def _warn_of_memory(policy: Policy, admitted: Admission, seam: Device) -> None:
+    """Warn that the folder which nobody chose holds its files in memory, so that the disk tier saves none."""
+    chosen, wanted = policy.disk, admitted.on_disk or policy.activation.tier == "disk"
+    if wanted and chosen.path is None and seam.facts.is_memory(chosen.folder):
         warn_user(
             f"[disk] path is unset, and the system's folder for temporary files, {chosen.folder}, is on a tmpfs, which keeps "
             'files in memory: tier = "disk" takes as much memory as "host". Set [disk] path to a folder on a disk.'

@@ -168,7 +168,7 @@ class _Bringing:
     def _say(self, file: int, found: str) -> None:
         record = self._manifest.files[file]
         self._run.bus.instant("peer memory damaged", self._left[file][0][1], record.nbytes)
-        warn_user(f"resume: {found} A copy of it is used, or an older checkpoint.", RuntimeWarning)
+        warn_user(f"resume: {found} A copy of it is used, or an older checkpoint.", RuntimeWarning, this_rank=True)
 
     def _beside(self) -> tuple[int, int]:
         """This rank's place among those of its host, and their number."""

@@ -159,7 +159,7 @@ class PeerMemory:
         # Who runs on one host and asks for nothing has no copies to lose; who has run on several has.
         kept = [name for sizes in opened[0].generations().values() for name in sizes]
         asked = "copies" in wanted.model_fields_set or any(name.startswith("copy-") for name in kept)
-        if wanted.copies >= hosts.count and asked and ranks.first:
+        if wanted.copies >= hosts.count and asked:
             warn_user(
                 f"memory of peers: expected {counted(wanted.copies, 'other host')} for copies, found "
                 f"{hosts.count - 1}: shards that only a lost host had are lost with it. Run on more hosts, or also save to a "

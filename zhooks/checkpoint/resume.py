@@ -119,13 +119,12 @@ def _from_memory(
                 run.bus.instant("resume", "memory of peers", sum(record.nbytes for record in found.manifest.files))
                 return Resumed(extra, str(found.manifest.about["run"]), newest_ns)
     run.bus.instant("resume skipped", "memory of peers")
-    if ranks.first:
-        why = f"no host has the file of rank {missing[0]}" if missing else "every copy of a file is damaged"
-        warn_user(
-            f"resume: expected a complete checkpoint in the memory of peers, found that {why}: the newest older one is loaded. "
-            "Raise [resilience] copies.",
-            RuntimeWarning,
-        )
+    why = f"no host has the file of rank {missing[0]}" if missing else "every copy of a file is damaged"
+    warn_user(
+        f"resume: expected a complete checkpoint in the memory of peers, found that {why}: the newest older one is loaded. "
+        "Raise [resilience] copies.",
+        RuntimeWarning,
+    )
     return None
 
 

@@ -59,9 +59,10 @@ class SameGathers:
             one, other = largest[start : start + _DIGEST_BYTES], largest[start + _DIGEST_BYTES : start + 2 * _DIGEST_BYTES]
             if any(a + b > 255 for a, b in zip(one, other, strict=True)):
                 raise DivergenceError(
-                    f"{when}: expected every rank of axis {self._comm.shard.axis.name} to gather the same units in the same "
-                    "order, found ranks that differ, so that some computed with the values of other units. Let every rank run "
-                    f"the same model code; where ranks drop layers, set [schedule] uneven = true. {self._progress()}".rstrip()
+                    "The ranks gathered different units, so that some computed with the values of others. Expected every rank "
+                    f"to gather the same units in the same order, found ranks that differ at the {when}. Let every rank run "
+                    "the same model code; where ranks drop layers, set [schedule] uneven = true. "
+                    f"{self._progress()} (Axis {self._comm.shard.axis.name}.)".replace("  ", " ")
                 )
 
     def _progress(self) -> str:

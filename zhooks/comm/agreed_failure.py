@@ -22,7 +22,7 @@ from weakref import WeakMethod
 
 from offload.errors import DivergenceError
 from offload.text import plural
-from zhooks.comm.group_store import GroupStore, StoreLost, advice
+from zhooks.comm.group_store import GroupStore, StoreLost, advice, capital
 from zhooks.comm.processes import Process, ended
 from zhooks.comm.progress import Progress, describe_evaluations, describe_progress
 from zhooks.comm.transport import Call
@@ -39,6 +39,8 @@ _EVALUATE = (
     "evaluate and generate on all ranks, not under `if rank == 0:`, because a forward of a sharded model gathers from every "
     "rank; or on some ranks inside `with attachment.resident():`, which all of them enter"
 )
+#: What is true of all calls where nobody is gone or late.
+SAME_ORDER = "Expected every rank to make the same calls in the same order."
 _SLOW = "If a rank is only slow, raise [comm] timeout_s."
 #: What to do where all ranks are alive.
 _TO_CONTINUE = "To continue, call attachment.recover() on every rank."
@@ -77,6 +79,7 @@ class Verdict:
 
     Attributes:
         who: the ranks that are gone or late, in words.
+        found: a sentence where they are apart, and else what a rank saw.
         progress: that of the ranks that are left, in words.
         on_all: what to do on all ranks, in words; of a rank that is cut off, what to do.
     """
@@ -88,21 +91,41 @@ class Verdict:
     progress: str = ""
     on_all: str = _ON_ALL
 
+    @property
+    def subject(self) -> str:
+        """The begin of a sentence: "Ranks 0 and 2 on node1 are"."""
+        return as_subject(self.who)
+
     def error(self, call: Call, axis: Axis) -> DivergenceError:
         """In the words of a rank that was in ``call``."""
-        me = axis.ranks[axis.rank]
-        expected = f"rank {me} in {call.what} {call.key}: expected every rank of axis {axis.name} to make the same call"
-        if self.kind == "gone":
-            why = f"{expected}, found {self.who} {GONE}{self.found}. {own_output(self.on_all)}"
+        seen = self.found if self.kind in ("gone", "late", "open") else ""
+        if self.kind == "apart":
+            why = f"{self.found} {same_calls(self.on_all)} {_TO_CONTINUE}"
+        elif self.kind == "gone":
+            why = f"{self.subject} {GONE}. {waiting(call, axis)} {own_output(self.on_all)}"
         elif self.kind == "cut":
-            why = f"{expected} within {self.within_s} s, found that {self.found}. {self.on_all}"
-        elif self.kind == "apart":
-            why = f"{expected}, found that {self.found}. {same_calls(self.on_all)} {_TO_CONTINUE}"
+            why = f"{capital(self.found)}. {waiting(call, axis, f' within {self.within_s} s')} {self.on_all}"
         else:
-            alive = ", found that all ranks are alive, but their calls did not finish"
-            late = f" within {self.within_s} s, found {self.who} late" if self.who else alive
-            why = f"{expected}{late}; {self.found}. {same_calls(self.on_all)} {_SLOW} {_TO_CONTINUE}"
-        return DivergenceError(f"{why} {self.progress}".rstrip())
+            found = f"{self.subject} late." if self.who else "All ranks are alive, but their calls did not finish."
+            within = f" within {self.within_s} s" if self.who else ""
+            why = f"{found} {waiting(call, axis, within)} {same_calls(self.on_all)} {_SLOW} {_TO_CONTINUE}"
+        return DivergenceError(" ".join(filter(None, [why, self.progress, internals(call, axis, seen)])))
+
+
+def as_subject(who: str) -> str:
+    """``who`` ("rank 1", "ranks 0 and 2 on node1") at the begin of a sentence, with its verb."""
+    return f"{capital(who)} {'are' if who.startswith('ranks') or ' and rank' in who else 'is'}"
+
+
+def waiting(call: Call, axis: Axis, within: str = "") -> str:
+    """What this rank expects of the others."""
+    return f"Expected every rank in {call.words}{within}, found rank {axis.ranks[axis.rank]} waiting for it."
+
+
+def internals(call: Call, axis: Axis, found: str) -> str:
+    """The end of an error: the call in our own words, and what was seen of the others."""
+    seen = f"; {found.rstrip('.')}" if found else ""
+    return f"(Rank {axis.ranks[axis.rank]}: {call.what} {call.key}, axis {axis.name}{seen}.)"
 
 
 def grace_of(timeout_s: float) -> float:
@@ -252,7 +275,7 @@ class AgreedFailure:
             verdict = (
                 Verdict("late", self._named(missing), mine, self.timeout_s)
                 if late
-                else Verdict("gone", self._named(closed), f"; {mine}")
+                else Verdict("gone", self._named(closed), mine)
             )
         elif apart:
             verdict = Verdict("apart", "", apart)

@@ -324,8 +324,9 @@ def _group(
             found = f"the backend said: {str(error).splitlines()[0]}"
             raise failure.fail(Call(CONTROL, "attach", "groups"), axis, found) from error
         raise DivergenceError(
-            f"rank {axis.ranks[axis.rank]} in attach: expected all ranks {list(axis.ranks)} of axis {axis.name} to connect, "
-            f"found: {str(error).splitlines()[0]} Look at the other ranks' own errors first."
+            f"Ranks {', '.join(map(str, axis.ranks))} could not connect. Expected each to reach the others, found that one "
+            f"could not. Look at the other ranks' own errors first. (Rank {axis.ranks[axis.rank]}: attach, axis {axis.name}; "
+            f"the backend said: {str(error).splitlines()[0]})"
         ) from error
     mine = made[list(axis.siblings).index(axis.ranks)]
     assert isinstance(mine, dist.ProcessGroup)

@@ -20,10 +20,15 @@ from torch.distributed import distributed_c10d
 
 from offload.errors import DivergenceError
 
-__all__ = ["GroupStore", "StoreLost", "advice"]
+__all__ = ["GroupStore", "StoreLost", "advice", "capital"]
 
 T = TypeVar("T")
 _PAUSE_S = 0.02
+
+
+def capital(text: str) -> str:
+    """At the begin of a sentence."""
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def advice(closed: bool) -> str:
@@ -42,7 +47,7 @@ class StoreLost(DivergenceError):
     """
 
     def __init__(self, who: str, where: str, found: str, *, closed: bool) -> None:
-        super().__init__(f"{who}: expected answers from {where}, found that it {found}. {advice(closed)}")
+        super().__init__(f"{capital(where)} {found}. Expected an answer. {advice(closed)} ({capital(who)}.)")
         self.found, self.closed = f"{where} {found}", closed
 
 

@@ -17,7 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.errors import DivergenceError
-from zhooks.comm.agreed_failure import GONE, OWN_OUTPUT, SAME_CALLS, AgreedFailure, grace_of
+from zhooks.comm.agreed_failure import (
+    GONE,
+    OWN_OUTPUT,
+    SAME_CALLS,
+    AgreedFailure,
+    as_subject,
+    grace_of,
+    internals,
+    waiting,
+)
 from zhooks.comm.transport import Call
 from zhooks.layout import Axis
 
@@ -57,8 +66,8 @@ class Waits:
             return self.failure.fail(call, self.axis, found, kind="gone" if parted else "late", suspects=suspects)
         if parted:
             others = list(suspects) or [rank for rank in self.axis.ranks if rank != self.axis.ranks[self.axis.rank]]
-            who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {others}"
-            return gone(call, self.axis, who, f"; the backend said: {error}")
+            who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
+            return gone(call, self.axis, who, f"the backend said: {error}")
         within = None if self.timeout_s is None else timedelta(seconds=self.timeout_s)
         return late(call, self.axis, within, f"the backend said: {error}")
 
@@ -172,7 +181,7 @@ def interrupt_group(group: dist.ProcessGroup, axis: Axis) -> None:
 
 def gone(call: Call, axis: Axis, who: str, found: str = "") -> DivergenceError:
     """The error of a rank whose peers have ended; ``who`` of them, and what the backend found."""
-    return DivergenceError(f"{_expected(call, axis)}, found {who} {GONE}{found}. {OWN_OUTPUT}")
+    return DivergenceError(f"{as_subject(who)} {GONE}. {waiting(call, axis)} {OWN_OUTPUT} {internals(call, axis, found)}")
 
 
 def late(call: Call, axis: Axis, timeout: timedelta | None, found: str) -> DivergenceError:
@@ -181,10 +190,6 @@ def late(call: Call, axis: Axis, timeout: timedelta | None, found: str) -> Diver
     if timeout is not None:
         within, advice = f" within {timeout.total_seconds()} s", "[comm] timeout_s"
     return DivergenceError(
-        f"{_expected(call, axis)}{within}; {found}. {SAME_CALLS} If a rank is only slow, raise {advice}."
+        f"Another rank is late. {waiting(call, axis, within)} {SAME_CALLS} If a rank is only slow, raise {advice}. "
+        f"{internals(call, axis, found)}"
     )
-
-
-def _expected(call: Call, axis: Axis) -> str:
-    me = axis.ranks[axis.rank]
-    return f"rank {me} in {call.what} {call.key}: expected every rank of axis {axis.name} to make the same call"

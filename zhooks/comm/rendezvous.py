@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from offload import errors
 from offload.errors import AttachError, DivergenceError, ZhooksError
+from offload.job_rank import launched_among
 from offload.policy import Policy
-from offload.shards import launched_among
-from zhooks.comm.agreed_failure import ANSWER_S, GONE, OWN_OUTPUT, AgreedFailure
-from zhooks.comm.group_store import GroupStore, StoreLost
+from zhooks.comm.agreed_failure import ANSWER_S, GONE, OWN_OUTPUT, AgreedFailure, as_subject
+from zhooks.comm.group_store import GroupStore, StoreLost, capital
 from zhooks.comm.processes import Process, ended
 from zhooks.comm.virtual_group import BACKEND
 
@@ -225,24 +225,24 @@ class Meeting:
                 self._store.set(f"{self._at}/found", json.dumps([kind, list(ranks.items())]))
             kind, found = json.loads(self._store.get(f"{self._at}/found"))
             ranks = dict(found)
-        me, within = f"rank {self._rank} in {self._verb}: expected every rank to", f"within {self.timeout_s} s"
-        named = [f"rank {rank}{', this one,' if rank == self._rank else ''}" for rank in ranks]
+        within, me = f"within {self.timeout_s} s", f"(Rank {self._rank}: {self._verb}, {what}.)"
+        who = " and ".join(f"rank {rank}{', this one,' if rank == self._rank else ''}" for rank in ranks)
+        waits = f"Expected every rank in {self._verb} {within}, found rank {self._rank} waiting for it."
         if kind == "gone":
-            return DivergenceError(f"{me} reach the {what}, found {' and '.join(named)} {GONE}. {OWN_OUTPUT}")
+            return DivergenceError(f"{as_subject(who)} {GONE}. {waits} {OWN_OUTPUT} {me}")
         if kind == "fewer" and self._verb in _NOT_COME:
             call, remedy = _NOT_COME[self._verb]
-            return DivergenceError(f"{me} {call} {within}, found that {' and '.join(named)} did not. {remedy}")
+            return DivergenceError(f"{capital(who)} did not {call}. {waits} {remedy} {me}")
         if kind == "fewer":
             numbers = ", ".join(f"rank {rank}: {number}" for rank, number in ranks.items())
             return DivergenceError(
-                f"{me} attach model {self._count} of its process {within}, found a lower number on some ({numbers}). "
-                "Attach the same number of models on every rank, pipeline stages included, in the same order, or raise [comm] "
-                "timeout_s."
+                f"{capital(who)} did not call attach as often. Expected every rank to attach model {self._count} of its "
+                f"process {within}, found a lower number on some ({numbers}). Attach the same number of models on every rank, pipeline "
+                f"stages included, in the same order, or raise [comm] timeout_s. {me}"
             )
-        late = f"that {', '.join(named)} did not" if named else "that this took longer"
+        late = f"{capital(who)} did not come to {self._verb} in time." if who else f"The ranks did not meet in {self._verb}."
         return DivergenceError(
-            f"{me} reach the {what} {within}, found {late}. Look at that rank's own error first; if it is merely slow, raise "
-            "[comm] timeout_s."
+            f"{late} {waits} Look at that rank's own error first; if it is merely slow, raise [comm] timeout_s. {me}"
         )
 
 

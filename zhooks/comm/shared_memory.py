@@ -20,7 +20,7 @@ from torch import Tensor
 
 from offload.errors import DivergenceError
 from offload.work import Work
-from zhooks.comm.agreed_failure import SAME_CALLS, AgreedFailure
+from zhooks.comm.agreed_failure import SAME_CALLS, SAME_ORDER, AgreedFailure
 from zhooks.comm.lost_rank import LOOK_S, Waits, gone, late
 from zhooks.comm.processes import machine
 from zhooks.comm.ranges import ScatteredBytes, bytes_of, copy
@@ -245,7 +245,7 @@ class SharedMemory:
         if self._failure is None:
             return
         for stuck in [board for board in self.boards if board.look(message.call)]:
-            found = f"the ranks wait for each other in different calls: {stuck.describe()}"
+            found = f"The ranks wait for each other in different calls: {stuck.describe()}. {SAME_ORDER}"
             raise self._failure.fail(message.call, self.axis, found, kind="apart")
 
     def _progress(self, message: Message) -> bool:
@@ -261,7 +261,7 @@ class SharedMemory:
             return moved
         except DivergenceError as error:
             if self._failure is None:
-                raise DivergenceError(f"{error}. {SAME_CALLS}") from None
+                raise DivergenceError(f"{error} {SAME_CALLS}") from None
             raise self._failure.fail(message.call, self.axis, str(error), kind="apart") from error
 
     def _is_over(self, ring: Ring) -> bool:

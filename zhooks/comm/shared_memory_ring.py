@@ -25,6 +25,7 @@ from torch import Tensor
 
 from offload.disk import started_ticks
 from offload.errors import DivergenceError
+from zhooks.comm.agreed_failure import SAME_ORDER
 from zhooks.comm.ranges import ScatteredBytes
 from zhooks.comm.transport import Call
 from zhooks.layout import Axis
@@ -229,9 +230,8 @@ class Ring:
         expected = _label(message.call, sequence, message.total)
         if not label.startswith(expected):
             raise DivergenceError(
-                f"rank {self._axis.ranks[self._axis.rank]} is in {label_text(expected)}, "
-                f"rank {self._axis.ranks[writer]} in {label_text(label)}: expected every rank to make the same "
-                "calls in the same order"
+                f"The ranks make different calls: rank {self._axis.ranks[self._axis.rank]} is in {label_text(expected)}, "
+                f"rank {self._axis.ranks[writer]} in {label_text(label)}. {SAME_ORDER}"
             )
 
     def absent(self, message: Message) -> list[int]:

@@ -33,6 +33,12 @@ class Call:
     key: str
     number: int = 0
 
+    @property
+    def words(self) -> str:
+        """What a user knows of it: the method that it is a step of ("save: agree"), or else the verb and the unit."""
+        method, step, _ = self.what.partition(": ")
+        return method if step or self.key.startswith("all ") else f"{self.what} {self.key}"
+
 
 Nbytes = Sequence[Sequence[int]]
 """Bytes by writer, then by reader."""

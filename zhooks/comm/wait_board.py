@@ -52,7 +52,7 @@ class WaitBoard:
         """This rank waits in ``call`` and has just found nothing to read or to write: whether that will never change."""
         if not self._waits:
             self._waits = True
-            label = as_label(f"{call.what} {call.key}", _LABEL_BYTES)
+            label = as_label(call.words, _LABEL_BYTES)
             self._calls[self.axis.rank][: len(label)] = label
             self._mine[0] += 1
         self._mine[1] += 1

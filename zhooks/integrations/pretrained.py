@@ -257,7 +257,7 @@ class _Filler:
                 f"from_pretrained: expected the tensors of {what} in the folder ({_few(expected)}), found "
                 f"{_few(sorted(self._weights.files))}. Use the class that the folder was saved from."
             )
-        if missing and self._first:
+        if missing:
             left = f"; tensors of the folder that are not used: {_few(self._left)}" if self._left else ""
             warn_user(
                 f"from_pretrained: {what} has parameters that the folder lacks, now initialised: {_few(missing)}{left}"

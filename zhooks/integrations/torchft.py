@@ -374,7 +374,7 @@ def _answers(what: str) -> Iterator[None]:
 def _warn_of_a_start_over() -> None:
     """Say that training begins at step 0 in ranks that torchrun has started again: no living replica has more."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts != "0" and (not dist.is_initialized() or dist.get_rank() == 0):
+    if restarts != "0":
         warn_user(
             "torchft: expected a live replica to get the state from, because torchrun has restarted these ranks (restarts: "
             f"{restarts}), found none beyond step 0: training begins at step 0. To continue from a checkpoint, load it and "

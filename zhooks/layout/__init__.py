@@ -6,7 +6,7 @@ from zhooks.layout.flat_kind import DTYPES, FLATS, Kind, kind_of
 from zhooks.layout.flat_ranges import ALIGN_BYTES, Layout, Piece, Segment, flat_layout
 from zhooks.layout.frozen_subclass import FrozenSubclass
 from zhooks.layout.ignored import Ignored
-from zhooks.layout.mesh import DATA, EP, PP, REPLICATE, SHARD, STAGE, TP, Axis, Mesh, axis_names, resolve
+from zhooks.layout.mesh import DATA, EP, PP, REPLICATE, SHARD, STAGE, TP, Axis, Mesh, accepted_names, axis_names, resolve
 from zhooks.layout.placement import Placement, Table
 from zhooks.layout.tp_division import Division, hollow, is_divided, mark_of, part_of, rewrap, whole_of
 from zhooks.layout.unit_plan import FlatPlan, Keeps, UnitPlan, inner_units
@@ -38,6 +38,7 @@ __all__ = [
     "Segment",
     "Table",
     "UnitPlan",
+    "accepted_names",
     "axis_names",
     "find_units",
     "flat_layout",

@@ -146,11 +146,16 @@ def axis_names(given: Sequence[str]) -> tuple[str, ...]:
     names = tuple(_ALIASES.get(name, name) for name in given)
     if not names or len(set(names)) != len(names) or not set(names) <= {SHARD, REPLICATE, TP, PP}:
         raise AttachError(
-            f"mesh: expected axes named 'shard' (or 'dp'), 'replicate', 'tp' and 'pp' or 'ep', each once, found "
-            f"{tuple(given) or 'no names'}. "
+            f"mesh: expected axes named {accepted_names()}, each axis at most once, found {tuple(given) or 'no names'}. "
             'Build it with mesh_dim_names=("replicate", "shard") or ("pp", "dp", "tp").'
         )
     return names
+
+
+def accepted_names(*without: str) -> str:
+    """Every name of an axis but these, in a sentence."""
+    axes = {axis: [axis, *(alias for alias, of in _ALIASES.items() if of == axis)] for axis in (SHARD, REPLICATE, TP, PP)}
+    return ", ".join(" or ".join(repr(name) for name in names if name not in without) for names in axes.values())
 
 
 def _arranged(names: tuple[str, ...], ranks: Tensor) -> str:

@@ -182,9 +182,10 @@ class ReplicaChecks:
         found = ", ".join(f"{one:014x} on rank {ranks[rank]}" for rank, one in zip(group, held, strict=True))
         known = f"last equal at step {self._equal}" if self._equal else "not compared since the attach or the last load"
         return (
-            f"step {self._steps.number}: expected the same values on ranks {', '.join(str(ranks[rank]) for rank in group)}, "
-            f"found that {what} differs on {who}: {found}; {known}. Suspect that machine's memory or "
-            "device, or code that changes values on only some ranks; load a checkpoint of that step or an earlier one."
+            f"The replicas' values differ at step {self._steps.number}. Expected the same on ranks "
+            f"{', '.join(str(ranks[rank]) for rank in group)}, found that {what} differs on {who}; {known}. Suspect that "
+            "machine's memory or device, or code that changes values on only some ranks; load a checkpoint of that step or an "
+            f"earlier one. (Checksums: {found}.)"
         )
 
     def _table(self, what: str, mine: Sequence[int]) -> list[list[int]]:

@@ -57,8 +57,8 @@ def unmatched(model: nn.Module, units: Sequence[Unit], policy: Policy) -> list[U
 
 
 def warn_of_unmatched(model: nn.Module, units: Sequence[Unit], policy: Policy, comm: Comm) -> None:
-    """Say it once, from the first rank.  No error: one policy may serve several models; a stage of a pipeline lacks layers."""
-    if comm.pipelined or comm.stage.axis.rank:
+    """Warn.  No error: one policy may serve several models; a stage of a pipeline lacks layers."""
+    if comm.pipelined:
         return
     for each in unmatched(model, units, policy):
         warn_user(

@@ -79,6 +79,7 @@ class Preemption:
                 "detach: expected the loop to read attachment.preempted after a signal that catch_preemption catches, found "
                 "that it has not, so this process does not stop. Read it once more before detach().",
                 RuntimeWarning,
+                this_rank=True,
             )
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from offload.errors import AttachError, SimulationError
 from offload.virtual import NAME
 from zhooks import tree
-from zhooks.layout import EP, PP, TP, axis_names
+from zhooks.layout import EP, PP, TP, accepted_names, axis_names
 
 __all__ = ["Arrangement", "Built", "built", "is_count"]
 
@@ -44,8 +44,8 @@ class Arrangement:
             names = axis_names([str(name) for name in mesh])
         except AttachError as error:
             raise SimulationError(
-                "simulate: expected a mesh of axes 'replicate', 'shard' (or 'dp'), 'tp' and 'pp', each at most once, in any "
-                f"order, found {dict(mesh)}."
+                f"simulate: expected a mesh of axes {accepted_names(EP)}, each axis at most once, in any order, found "
+                f"{dict(mesh)}."
             ) from error
         if EP in mesh:
             raise SimulationError(

@@ -350,7 +350,7 @@ def test_a_rank_killed_while_it_writes_leaves_the_earlier_checkpoint(ranks2: Poo
     outcomes = ranks2.attempt(f"{__name__}:dies_while_it_writes", path=str(tmp_path / "run"))
     # A process that was killed may take long to be gone where one of its threads waits for a disk.
     assert outcomes[1].end is not End.RETURNED
-    assert "found rank 1 gone: killed" in outcomes[0].text, outcomes
+    assert "Rank 1 is gone: killed" in outcomes[0].text, outcomes
     assert {re.sub("-.*", "", name) for name in os.listdir(tmp_path)} in ({"run"}, {"run", "run.tmp"})
     assert ranks2.run(f"{__name__}:loads_and_saves", path=str(tmp_path / "run")) == [{"step": 1}] * 2
     assert os.listdir(tmp_path) == ["run"]

@@ -36,7 +36,7 @@ class TestBoard:
         first, second, third = boards(3)
         found = [board.look(HERE if board is first else THERE) for _ in range(4) for board in (first, second, third)]
         assert found == [False] * 6 + [False, False, True] + [True] * 3
-        assert first.describe() == '"save: agree all ranks" on rank 0, "gather head" on the others'
+        assert first.describe() == '"save" on rank 0, "gather head" on the others'
 
     def test_a_rank_that_is_stopped_or_busy_elsewhere_is_waited_for(self) -> None:
         waits, stopped, busy = boards(3)
@@ -116,7 +116,7 @@ def test_a_rank_that_saves_alone_is_named_with_what_the_others_do_and_all_go_on_
             else:
                 model(torch.ones(2, 8))
         others = "rank 1" if world == 2 else "the others"
-        assert f'"save: agree all ranks" on rank 0, "gather 0" on {others}. Let every rank run the same' in str(caught.value)
+        assert f'"save" on rank 0, "gather 0" on {others}. Expected every rank to make the same calls' in str(caught.value)
         assert "attachment.recover() on every rank" in str(caught.value)
         assert not (path / "checkpoint").exists()
     dist.barrier()
@@ -160,7 +160,7 @@ def test_ranks_that_wait_over_different_axes_are_found_out_too() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     policy = {"comm": {"transport": "shm", "timeout_s": 4 * LIMIT_S}}
     attachment = zhooks.attach(model, policy=policy, mesh=mesh)
-    others = '"gather .*" on rank 2, "save: agree all ranks" on the others'
+    others = '"gather .*" on rank 2, "save" on the others'
     with folder() as path, pytest.raises(zhooks.DivergenceError, match=others):
         if rank == 2:
             model(torch.ones(2, 8))

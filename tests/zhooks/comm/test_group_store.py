@@ -69,8 +69,7 @@ def test_a_meeting_whose_store_falls_silent_says_so_in_time(
     meeting = met(silent, monkeypatch, verb)
     silent.answers.clear()
     given: dict[str, tuple[Any, ...]] = {"heard": ("x", 1), "say": ("x", "y"), "arrive": (["x"],), "met": (0.2,)}
-    store = r"the process group's store at 10\.0\.0\.1:29500"
-    said = f"rank 0 in {verb}: expected answers from {store}, found that it has not answered for"
+    said = rf"^The process group's store at 10\.0\.0\.1:29500 has not answered for .* \(Rank 0 in {verb}\.\)$"
     with pytest.raises(zhooks.DivergenceError, match=said):
         getattr(meeting, ask)(*given.get(ask, ("x",)))
 
@@ -100,8 +99,8 @@ def test_a_wait_that_fails_while_the_store_is_silent_names_the_store_and_the_ran
     failure = failure_of(silent, elsewhere())
     silent.answers.clear()
     said = str(failure.fail(CALL, AXIS, "the backend said: Operation timed out!"))
-    assert "rank 0 in agree all ranks: expected every rank of axis shard to make the same call within 1.0 s, found that" in said
-    assert "the process group's store at 10.0.0.1:29500 has not answered for" in said
+    assert said.startswith("The process group's store at 10.0.0.1:29500 has not answered for")
+    assert "Expected every rank in agree within 1.0 s, found rank 0 waiting for it." in said
     assert "nothing is known of rank 1 on node7" in said and "gone" not in said and "attachment.recover()" in said
 
 
@@ -109,7 +108,7 @@ def test_a_rank_of_this_machine_that_runs_is_not_named_by_one_that_reaches_no_st
     failure = failure_of(silent, Process.here())
     silent.answers.clear()
     said = str(failure.fail(CALL, AXIS, "the backend said: Connection closed by peer", kind="gone", suspects=[1]))
-    assert "has not answered for" in said and "rank 1" not in said
+    assert "has not answered for" in said and "rank 1" not in said.lower()
 
 
 def test_a_wait_goes_on_while_the_store_is_silent_and_hears_of_the_others_once_it_answers(silent: Silent) -> None:
@@ -139,7 +138,7 @@ def test_a_store_that_is_gone_is_named_with_what_to_do() -> None:
     failure = failure_of(Gone(), elsewhere(), 60.0)
     assert failure.called(AXIS)
     said = str(failure.fail(CALL, AXIS, "Connection closed by peer", kind="gone", suspects=[1]))
-    assert "found that the process group's store is gone: Connection reset by peer, and rank 1 on node7 closed the" in said
+    assert "The process group's store is gone: Connection reset by peer, and rank 1 on node7 closed the" in said
     assert "frame" not in said and "load the last checkpoint in new" in said
 
 

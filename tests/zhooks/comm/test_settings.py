@@ -162,7 +162,7 @@ def test_a_rank_that_fails_while_transports_open_is_named_by_the_other_in_time()
     with pytest.MonkeyPatch.context() as patched:
         if rank == 1:
             patched.setattr(shared_memory, "_open_at", stopped)
-        late = zhooks.DivergenceError, r"within 5.0 s, found that rank 1 did not"
+        late = zhooks.DivergenceError, r"^Rank 1 did not come to attach in time\. Expected every rank in attach within 5.0 s"
         error, said = (RuntimeError, "stopped here") if rank else late
         with pytest.raises(error, match=said):
             zhooks.attach(model, policy={"comm": {"timeout_s": 5}})

@@ -39,7 +39,7 @@ def test_replicate_and_shard_make_up_the_data_ranks() -> None:
 @on_ranks(2)
 def test_an_axis_that_is_named_twice_is_refused() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "shard"))
-    with pytest.raises(AttachError, match=r"each once, found \('dp', 'shard'\)"):
+    with pytest.raises(AttachError, match=r"each axis at most once, found \('dp', 'shard'\)"):
         resolve(mesh)
 
 
@@ -91,7 +91,7 @@ def test_axes_may_be_called_as_other_libraries_call_them() -> None:
     ("names", "found"), [((), "no names"), (("dp", "cp"), r"\('dp', 'cp'\)"), (("pp", "ep"), r"\('pp', 'ep'\)")]
 )
 def test_axes_of_no_name_of_another_or_of_one_twice_are_refused(names: tuple[str, ...], found: str) -> None:
-    with pytest.raises(AttachError, match=f"each once, found {found}"):
+    with pytest.raises(AttachError, match=f"each axis at most once, found {found}"):
         axis_names(names)
 
 

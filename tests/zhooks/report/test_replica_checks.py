@@ -50,7 +50,8 @@ def test_a_bit_that_differs_on_one_rank_is_named_by_unit_parameter_and_rank_on_a
         run.train(range(2, 3))
     words = str(told.value)
     everyone = ", ".join(map(str, range(world)))
-    assert words.startswith(f"step 2: expected the same values on ranks {everyone}, found that 3.weight of unit")
+    assert words.startswith("The replicas' values differ at step 2. Expected the same on ranks ")
+    assert f"on ranks {everyone}, found that 3.weight of unit" in words
     assert ("differs on rank 1 only" if world > 2 else "differs on them, without a majority") in words
     assert re.search(r"[0-9a-f]{14} on rank 0, [0-9a-f]{14} on rank 1", words)
     assert "last equal at step 1" in words
@@ -160,7 +161,7 @@ def test_ranks_are_compared_on_the_mesh_that_a_run_has_moved_to() -> None:
     run.train(range(2, 4))
     if rank:
         flip(dict(run.model.named_parameters())["3.weight"])
-    with pytest.raises(zhooks.DivergenceError, match=r"step 4: .* found that 3.weight of unit .* last equal at step 3"):
+    with pytest.raises(zhooks.DivergenceError, match=r"at step 4\. .* found that 3.weight of unit .* last equal at step 3"):
         run.train(range(4, 5))
     run.attachment.detach()
 
