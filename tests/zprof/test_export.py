@@ -281,6 +281,15 @@ def test_csv_gives_every_row_back(export: Export) -> None:
     assert body.count(b"\r\n") == body.count(b"\n") == len(expected) + 1
 
 
+def test_a_name_that_a_spreadsheet_would_run_as_a_formula_is_text(export: Export) -> None:
+    names = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "blocks.0"]
+    write_trace(Path("0.zprof"), [Row(RowKind.INSTANT, name, name, 1, 1_000 + at, 0, 0) for at, name in enumerate(names)])
+    well(export("0.zprof", "--format", "csv", "-o", "out"))
+    _, *lines = csv.reader(io.StringIO(Path("out").read_bytes().decode(), newline=""))
+    shown = ["'=1+1", "'+1", "'-1", "'@SUM(A1)", "'\t=1", "blocks.0"]
+    assert [(line[2], line[3]) for line in lines] == list(zip(shown, shown, strict=True))
+
+
 # --- Prometheus ---------------------------------------------------------------------------------------------------------
 
 

@@ -108,6 +108,23 @@ def test_a_reader_that_goes_away_ends_a_command_as_it_ends_cat(tmp_path: Path) -
         assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b""), words
 
 
+def test_a_command_whose_output_cannot_be_written_says_so_in_one_line(tmp_path: Path) -> None:
+    write_trace(tmp_path / "run.zprof", sample_rows(steps=1, units=2))
+    for words in (["--help"], ["check", "--measures"], ["report", "run.zprof"], ["report", "run.zprof", "--json"]):
+        with open("/dev/full", "wb") as full:
+            command = [sys.executable, "-m", "zprof", *words]
+            ended = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert (ended.returncode, ended.stderr) == (1, "standard output: No space left on device\n"), words
+
+
+def test_a_name_with_letters_that_the_output_lacks_is_shown_escaped(tmp_path: Path) -> None:
+    write_trace(tmp_path / "jos\xe9.zprof", sample_rows(steps=1, units=2))
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "zprof", "report", "jos\xe9.zprof"]
+    ended = subprocess.run(command, cwd=tmp_path, env=ascii_only, capture_output=True)
+    assert (ended.returncode, ended.stderr) == (0, b"") and b"jos\\xe9" in ended.stdout
+
+
 @pytest.mark.slow
 def test_modules_folders_and_scripts_that_do_not_compile_are_as_under_plain_python(tmp_path: Path) -> None:
     script(tmp_path, "", "pkg/__init__.py")

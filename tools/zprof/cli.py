@@ -6,9 +6,12 @@ is called, so that it answers at once.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -57,14 +60,30 @@ class _Lazy(click.Group):
         return command
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """Run a command; whoever reads what it prints may stop, as ``head`` does, and then it ends as ``cat`` would."""
+        """Run a command; whoever reads what it prints may stop, as ``head`` does, and then it ends as ``cat`` would.
+
+        A character that the output's encoding lacks is escaped, and output that cannot be written is a problem of one line.
+        """
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         try:
-            return super().main(*args, **options)
+            try:
+                return super().main(*args, **options)
+            finally:
+                # Here, not when the interpreter ends, which would show a traceback of its own.
+                if sys.stdout is not None:
+                    sys.stdout.flush()
         except SystemExit as leaving:
             # rich makes an exit of a closed pipe.
             if isinstance(leaving.__context__, BrokenPipeError):
                 _end_as_a_filter()
             raise
+        except BrokenPipeError:
+            _end_as_a_filter()
+            raise
+        except OSError as error:
+            _end_unwritten(error)
 
     def make_context(self, *args: Any, **options: Any) -> click.Context:
         """As click does, where it prints the help too."""
@@ -86,6 +105,16 @@ class _Lazy(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+def _end_unwritten(error: OSError) -> None:
+    """End with one line; what is still buffered for standard output is dropped."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with suppress(OSError):
+        where = "standard output" if error.filename is None else os.fsdecode(error.filename)
+        click.echo(f"{where}: {error.strerror or error}", err=True)
+    sys.exit(1)
 
 
 def _end_as_a_filter() -> None:

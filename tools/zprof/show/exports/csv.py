@@ -1,9 +1,9 @@
 """Owns the CSV export: every row of every rank, as it was recorded.
 
-`commands.export` calls `write`. It streams, chunk by chunk, and interprets nothing: a name that a spreadsheet takes for a
-formula stays as it is.
+`commands.export` calls `write`. It streams, chunk by chunk. A name that a spreadsheet would run as a formula gets an apostrophe
+before it, for names come from the recorded program; all else stays as it is.
 
-Source: RFC 4180; lines end in CR LF, fields with commas, quotes or line breaks are quoted.
+Source: OWASP, "CSV Injection"; RFC 4180; lines end in CR LF, fields with commas, quotes or line breaks are quoted.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from zprof.trace.reader import Trace
 from zprof.writing import committing
 
 __all__ = ["COLUMNS", "write"]
+
+#: What a cell begins with that spreadsheets evaluate.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 COLUMNS = ("rank", "kind", "what", "key", "nbytes", "time_ns", "thread", "ident")
 _KINDS = {int(kind): kind.name.lower() for kind in RowKind}
@@ -38,10 +41,14 @@ def write(traces: Iterable[Trace], path: Path) -> Written:
                 count += len(rows)
                 columns = (rows.kind, rows.what, rows.key, rows.nbytes, rows.time_ns, rows.thread, rows.ident)
                 out.writerows(
-                    (rank, _KINDS[kind], strings[what], strings[key], *numbers)
+                    (rank, _KINDS[kind], _as_text(strings[what]), _as_text(strings[key]), *numbers)
                     for kind, what, key, *numbers in zip(*(column.tolist() for column in columns), strict=True)
                 )
             missing += lost(trace, trace.damage)
         lines.detach()
     said = f"{counted(count, 'row')}; read nbytes, time_ns and ident as integers of 64 bits, what and key as text"
     return Written(said, missing)
+
+
+def _as_text(name: str) -> str:
+    return f"'{name}" if name.startswith(_FORMULA) else name
