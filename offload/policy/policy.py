@@ -355,21 +355,29 @@ class Policy(Table):
         return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "zhooks policy"}
 
     def describe(self) -> str:
-        """Return the effective table and every key, as a policy file that loads as an equal policy."""
+        """Return the effective table and every key, as a policy file that loads as an equal policy.
+
+        Keys that differ from their defaults come first; the others follow, as comments.
+        """
         table = self.table()
         lines = [f"# {'what':<10} partition  placed  tier"]
         for cell in CELLS:
             lines.append(f"# {cell:<10} {self.partition(cell):<9}  {table[cell]:<6}  {self._tier_in_words(cell)}")
         lines += ["# R replicated, S sharded, P a partial sum on every rank until the accumulation boundary", ""]
         lines.append(f"stage = {self.stage}")
+        defaults = ["", "# All other keys have their defaults:"]
         for name, section in self:
             if isinstance(section, Table):
-                lines += ["", f"[{name}]", *(self._line(name, key, value) for key, value in section)]
+                chosen = section.model_dump(exclude_defaults=True).keys()
+                changed = [self._line(name, key, value) for key, value in section if key in chosen]
+                lines += ["", f"[{name}]", *changed] if changed else []
+                others = [self._line(name, key, value) for key, value in section if key not in chosen]
+                defaults += ["#", f"# [{name}]", *(f"# {line.removeprefix('# ')}" for line in others)] if others else []
         for rule in self.rule:
             lines += ["", "[[rule]]", f"match = {toml_value(rule.match)}"]
             says = rule.says().items()
             lines += [f"{table}.{key} = {toml_value(value)}" for table, keys in says for key, value in keys.items()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *defaults])
 
     def _tier_in_words(self, cell: str) -> str:
         share = self.optimizer.device_share if cell == "optimizer" else 0
@@ -396,9 +404,15 @@ class Policy(Table):
             ("precision", "param"): "each parameter's own dtype",
             ("precision", "output"): "as the model computed it",
             ("precision", "loss_scale"): "gradients are not scaled",
+            ("budget", "device"): "no bound",
+            ("budget", "host"): "no bound but what the machine has",
+            ("budget", "disk"): "no bound but what the file system has",
             ("disk", "path"): "the system's folder for temporary files",
+            ("save", "snapshot"): "no bound but [budget] host and what the machine has",
+            ("resilience", "check_every"): "replicas are not compared",
+            ("resilience", "job"): "torchrun's run id",
         }
-        return unset.get((section, key), "no bound") if value is None else ""
+        return unset[section, key] if value is None else ""
 
 
 def written(table: type[BaseModel], key: str, value: object) -> str:

@@ -4,9 +4,9 @@
 it.  It keeps no tensor alive and decides nothing about where one is kept.
 
 Note: [When it counts]
-    From the first ``memory()`` on, and while somebody observes a run that has saved-tensor hooks anyway.  An observer alone
-    never brings hooks into a forward that has none: torch.func refuses to work inside them, and to be watched must not break
-    a run.  A forward that ``memory()`` has broken so says why, and is not counted again.
+    Where a forward has saved-tensor hooks anyway: in the first step, and while somebody observes.  Everywhere from the first
+    ``memory()`` on.  An observer alone never brings hooks into a forward that has none: torch.func refuses to work inside them,
+    and to be watched must not break a run.  A forward that ``memory()`` has broken so says why, and is not counted again.
 
 Note: [What is counted]
     The storage behind a saved tensor, whole: that is what autograd keeps alive, however small the view.  Not those that
@@ -105,8 +105,10 @@ class Residual:
         self.asked = False
         #: What is packed now are the inputs of a unit that will be recomputed.
         self.inputs = False
-        #: A forward was counted.
-        self.counted = False
+        #: The first step is not over.
+        self._first = True
+        #: A forward was counted; and another was not, since.
+        self.counted = self.stale = False
         #: Why nothing can be, in words.
         self.refused = ""
         #: The policy's [activation] and the ranks of the ``tp`` axis; the rest is found in a forward.
@@ -129,7 +131,7 @@ class Residual:
     @property
     def counts(self) -> bool:
         """Where saved-tensor hooks run, they count."""
-        return self.asked or self._bus.active
+        return self.asked or self._bus.active or self._first
 
     def follow(self, policy: Activation, tp: int, own: Callable[[], Iterable[Tensor]]) -> None:
         """Under this policy from now on, with layers divided over ``tp`` ranks; ``own`` are the model's buffers."""
@@ -169,7 +171,7 @@ class Residual:
                 self._over, self._peak = False, Levels()
                 if stash is not None:
                     stash.account.begin_peaks()
-            self.counted = True
+            self.counted, self.stale = True, False
             self._tell()
         return self
 
@@ -177,6 +179,7 @@ class Residual:
         """A backward has ended; the next forward begins another step."""
         self._over = True
         self.end()
+        self._first = False
 
     def end(self, *, failed: bool = False) -> None:
         """A forward is over, or raised."""

@@ -228,6 +228,7 @@ class SavedParameters:
         self._outer = cast("Pair | None", tuple(outer)) if outer is not None else None
         stash, partition = (self.stash, self.partition) if self._outer is None else (None, None)
         counts = self.residual.counts and self._outer is None
+        self.residual.stale |= not self.residual.counts
         if partition is not None:
             partition.active = True
         if stash is not None or partition is not None or counts:

@@ -237,8 +237,8 @@ class Meeting:
             numbers = ", ".join(f"rank {rank}: {number}" for rank, number in ranks.items())
             return DivergenceError(
                 f"{capital(who)} did not call attach as often. Expected every rank to attach model {self._count} of its "
-                f"process {within}, found a lower number on some ({numbers}). Attach the same number of models on every rank, pipeline "
-                f"stages included, in the same order, or raise [comm] timeout_s. {me}"
+                f"process {within}, found a lower number on some ({numbers}). Attach the same number of models on every rank, "
+                f"pipeline stages included, in the same order, or raise [comm] timeout_s. {me}"
             )
         late = f"{capital(who)} did not come to {self._verb} in time." if who else f"The ranks did not meet in {self._verb}."
         return DivergenceError(

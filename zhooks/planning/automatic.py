@@ -98,12 +98,19 @@ def chosen_for(request: Request, comm: Comm) -> Choice:
     states = "" if request.known else "; Adam's states are assumed, because no optimizer was given"
     why = (
         f'policy = "auto" chose {best}: at most {used} per rank without activations, within {as_size(limits.device)} of the '
-        f"device ({1 - ACTIVATIONS:.0%} of what is free, the rest for activations); {len(listed) - len(fits)} of {len(listed)} "
-        f"placements do not fit{' every stage' if comm.pipelined else ''}{states}."
+        f"device ({1 - ACTIVATIONS:.0%} of what is free, the rest for activations); {_fitting(len(fits), len(listed))}"
+        f"{' every stage' if comm.pipelined else ''}{states}."
     )
     chosen = replace(request, policy=best.policy(base), chosen=why)
     activations = int(limits.device * ACTIVATIONS / (1 - ACTIVATIONS))
     return Choice(chosen, base, tiers, best, memory, activations, world, beside, before)
+
+
+def _fitting(fits: int, listed: int) -> str:
+    """How many placements fit, the begin of "fits every stage" too."""
+    if listed == 1:
+        return "the only placement fits"
+    return f"all {listed} placements fit" if fits == listed else f"{fits} of {listed} placements fit"
 
 
 class _Stages:

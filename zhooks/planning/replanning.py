@@ -216,7 +216,7 @@ def decide(choice: Choice, needs: Needs, measured: _Measured) -> _Decision:
     took = as_size(measured.most)
     if measured.least < measured.most:
         took = f"{as_size(max(0, measured.least))} to {took}"
-    seen = f"the device took at most {took}, {as_size(expected)} expected"
+    seen = f"the device took {took} at its peak, of {as_size(expected)} that were allowed for states and activations"
     for tier in (Tier.HOST, Tier.DISK):
         if _off(placed.on(tier), choice.expected.on(tier)):
             seen += f"; {tier.value} {as_size(placed.on(tier))}, {as_size(choice.expected.on(tier))} expected"

@@ -54,10 +54,11 @@ def describe(
     # A unit whose parameters differ in dtype, tier or training has a row for each kind.
     in_rows = "" if flats == len(units) else f" in {counted(flats, 'flat buffer')} (rows)"
     lines.append(
-        f"{counted(len(units), 'unit')}{in_rows}, {numel:,} elements{on_tp}, {padding:,} of padding "
-        f"({padding / max(1, numel):.3%}); {_axes(comm)}; {_transports(comm)}."
+        f"{counted(len(units), 'unit')}{in_rows}, {numel:,} elements{on_tp}, "
+        f"{f'{padding:,} of padding ({padding / max(1, numel):.3%})' if padding else 'no padding'}; "
+        f"{_axes(comm)}; {_transports(comm)}."
     )
-    if payload is not None:
+    if payload is not None and comm.stage.axis.world > 1:
         lines.append(f"According to the plan, a training step gathers and reduces {payload / 2**20:,.2f} MiB in all.")
     lines.extend(_scaled(scaling, any(flat.kind.compute is torch.float16 for unit in units for flat in unit.flats)))
     if named := ignored.named:
@@ -91,9 +92,11 @@ def _transports(comm: Comm) -> str:
     """The transport, by axis where they differ."""
     used = [(comm.shard, SHARD), (comm.replicate, REPLICATE), (comm.tp, TP), (comm.pp, PP if comm.pipelined else EP)]
     over = {name: transport.name for transport, name in used if transport.axis.world > 1}
+    if not over:
+        return "one rank, nothing to exchange"
     if len(set(over.values())) > 1:
         return "transports " + ", ".join(f"{transport} over {name}" for name, transport in over.items())
-    return f"transport {next(iter(over.values()), comm.shard.name)}"
+    return f"transport {next(iter(over.values()))}"
 
 
 def _divided(units: Sequence[Unit], policy: Policy) -> list[str]:

@@ -23,7 +23,7 @@ from zhooks.layout import Ignored, Placement, Table
 from zhooks.optim import plain_parts, sharded_states, vectors_in, with_owners
 from zhooks.report.memory_buffers import buffers
 from zhooks.report.memory_residual import Residue, activations, advice, notes, unaccounted
-from zhooks.report.memory_text import meaning, mib
+from zhooks.report.memory_text import header, legend, line, mib, wrapped
 from zhooks.tensor import ShardedTensor, StoredTensor
 from zhooks.unit import Flat, Unit
 
@@ -93,34 +93,30 @@ class MemoryReport:
 
     @property
     def _counts_activations(self) -> bool:
-        return any(row.nbytes is not None for row in self.residual)
+        return any(row.nbytes is not None or row.peak is not None for row in self.residual)
 
     def __str__(self) -> str:
-        recomputed = any(row.what == "recomputed" for row in self.residual)
-        lines = [f"{'model states':<22}{'tier':<8}{'held':>14}{'expected':>16}  expected: by stage, shapes and dtypes"]
-        for row in self.rows:
-            figures = f"{mib(row.nbytes):>14}{mib(row.formula):>16}"
-            lines.append(f"{row.what:<22}{row.tier:<8}{figures}  {meaning(row.what, row.tier)}")
-        lines.append(f"{'sum':<30}{mib(self.nbytes):>14}{mib(self.formula):>16}")
-        lines.append(f"{'buffers':<22}{'tier':<8}{'held':>14}{'at most':>16}  at most: the limit under this policy")
-        for name, nbytes in self.transient.items():
-            tier = _where(name)
-            figures = f"{mib(nbytes):>14}{mib(self.bounds.get(name)):>16}"
-            lines.append(f"{name:<22}{tier:<8}{figures}  {meaning(name, tier)}")
-        lines.append(f"{'other memory':<22}{'tier':<8}{'held':>14}{'estimate':>16}{'peak':>14}  peak: in the last step")
-        for residue in (*self.residual, *self.rest):
-            figures = f"{mib(residue.nbytes):>14}{mib(residue.formula):>16}{mib(residue.peak):>14}"
-            means = meaning(residue.what, residue.tier, counted=residue.nbytes is not None, recomputed=recomputed)
-            lines.append(f"{residue.what:<22}{residue.tier:<8}{figures}  {means}".rstrip())
+        table = [
+            header("model states", "expected"),
+            *(line(row.what, row.tier, row.nbytes, row.formula) for row in self.rows),
+            line("sum", "", self.nbytes, self.formula),
+            header("buffers", "at most"),
+            *(line(name, _where(name), nbytes, self.bounds.get(name)) for name, nbytes in self.transient.items()),
+            header("other memory", "estimate", "peak"),
+            *(line(each.what, each.tier, each.nbytes, each.formula, each.peak) for each in (*self.residual, *self.rest)),
+        ]
         tiers = ", ".join(f"{tier} {mib(nbytes)}" for tier, nbytes in self.by_tier.items() if nbytes)
         counts = "with activations at their peak" if self._counts_activations else "without activations"
         beside = f"; shared by the ranks of this machine {mib(self.shared)}" if self.shared else ""
-        lines.append(f"total of model states and buffers, {counts}: {tiers or 'nothing'}{beside}")
-        lines.append(
+        said = (
+            f"total of model states and buffers, {counts}: {tiers or 'nothing'}{beside}",
             f"{self.psi:,} parameters over {counted(self.ranks, 'rank')}; for these, the ZeRO paper counts {mib(self.paper)} "
-            "of model states at this stage, in mixed precision with Adam"
+            "of model states at this stage, in mixed precision with Adam",
+            *self.notes,
         )
-        return "\n".join((*lines, *self.notes))
+        states, buffers = [row.what for row in self.rows], list(self.transient)
+        other = [each.what for each in (*self.residual, *self.rest)]
+        return "\n".join((*table, *legend([*states, *buffers, *other]), *wrapped(said)))
 
 
 def memory_report(

@@ -52,13 +52,17 @@ def activations(residual: Residual) -> Iterator[Residue]:
     stash = residual.stash
     if stash is not None:
         stash.flush()
-    now, most = residual.now(), residual.most()
+    now, most, stale = residual.now(), residual.most(), residual.stale
+
+    def near(what: str, held: int, peak: int, formula: int | None = None) -> Residue:
+        return Residue(what, "device", None if stale else held, formula, peak)
+
     if again:
-        yield Residue("activation inputs", "device", now.inputs + now.near, here, most.inputs + most.near)
-        yield Residue("recomputed", "device", now.again, None, most.again)
-        yield Residue("activations", "device", now.saved, None, most.saved)
+        yield near("activation inputs", now.inputs + now.near, most.inputs + most.near, here)
+        yield near("recomputed", now.again, most.again)
+        yield near("activations", now.saved, most.saved)
     else:
-        yield Residue("activations", "device", now.saved + now.near, here, most.saved + most.near)
+        yield near("activations", now.saved + now.near, most.saved + most.near, here)
     if stash is None:
         return
     back, _ = stash.account.held("activation", Tier.DEVICE)
@@ -119,6 +123,8 @@ def notes(residual: Residual) -> Iterator[str]:
             "forward, then call memory() again"
         )
         return
+    if residual.stale:
+        yield "activations at their peak are those of the first step; those of every step are counted from now on"
     layers = residual.layers()
     if layers is None:
         yield "no estimate of activations: expected units that repeat with an input [batch, seq, hidden], found none"

@@ -1,14 +1,16 @@
-"""``attachment.memory()`` in words: what every row of the table means, for a reader without the documentation.
+"""``attachment.memory()`` in words: the lines of the table, and what every row means, for a reader without the documentation.
 
 ``memory.py`` and ``memory_residual.py`` print with it.  It knows names and figures only; it measures nothing.
 """
 
 from __future__ import annotations
 
-from offload.tier import Tier
+import textwrap
+from collections.abc import Iterable, Sequence
 
-__all__ = ["meaning", "mib"]
+__all__ = ["header", "legend", "line", "mib", "wrapped"]
 
+WIDTH = 100
 _MEANINGS = {
     "parameter": "as kept between uses: shards at stage 3, whole at stages 0 to 2",
     "gradient": "in .grad, reduced over the ranks; zero_grad() frees them",
@@ -25,6 +27,7 @@ _MEANINGS = {
     "ignored parameters": "named by [units] ignore, whole on every rank",
     "ignored gradients": "named by [units] ignore, whole on every rank",
     "ignored states": "named by [units] ignore, whole on every rank",
+    "activations": "saved by autograd for backward; on host or disk stored there until then",
     "activation inputs": "of the units that backward computes again",
     "recomputed": "saved by the unit that backward computes again now",
     "activations, fetched": "back from their tier for backward",
@@ -39,19 +42,26 @@ _MEANINGS = {
 }
 
 
-def meaning(what: str, tier: str, *, counted: bool = True, recomputed: bool = False) -> str:
-    """What the row ``what`` of a ``tier`` holds; "" for a name that is none of a row's.
+def header(what: str, *columns: str) -> str:
+    """The first line of a part of the table."""
+    return f"{what:<26}{'tier':<8}{'held':>14}" + "".join(f"{column:>14}" for column in columns)
 
-    Args:
-        counted: its bytes are known.
-        recomputed: the policy recomputes units, whose inputs have a row of their own.
-    """
-    if not counted:
-        return "not counted: see below"
-    if what == "activations":
-        here = "all else that autograd saved" if recomputed else "saved by autograd for backward"
-        return here if tier == Tier.DEVICE.value else "saved by autograd, stored there until backward"
-    return _MEANINGS.get(what, "")
+
+def line(what: str, tier: str, *figures: int | None) -> str:
+    """A row of the table: a name, a tier, and bytes."""
+    return f"{what:<26}{tier:<8}" + "".join(f"{mib(figure):>14}" for figure in figures)
+
+
+def legend(names: Sequence[str]) -> list[str]:
+    """What the columns hold, and the rows of these names."""
+    rows = [f"{name}: {_MEANINGS[name]}" for name in dict.fromkeys(names)]
+    columns = "expected: by stage, shapes and dtypes; at most: the limit under this policy; peak: in the last step"
+    return wrapped([columns, *rows])
+
+
+def wrapped(lines: Iterable[str]) -> list[str]:
+    """The lines, none of them wider than the table may be."""
+    return [each for text in lines for each in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)]
 
 
 def mib(nbytes: int | None) -> str:

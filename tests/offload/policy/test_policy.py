@@ -235,13 +235,25 @@ def test_describe_prints_the_effective_table_and_every_key() -> None:
         "# partition is unset: replicate, which follows from stage 1",
         'param = "bf16"',
         "# reduce is unset: fp32, as param is set",
-        'reshard_after_forward = "auto"  # as [budget] device allows',
+        '# reshard_after_forward = "auto"  # as [budget] device allows',
         'device = "1536 MiB"',
-        'bucket = "16 MiB"',
+        '# bucket = "16 MiB"',
+        "# check_every is unset: replicas are not compared",
+        "# job is unset: torchrun's run id",
     ):
         assert line in text.splitlines(), line
     for section in Policy.model_fields:
-        assert section in ("stage", "rule") or f"[{section}]" in text.splitlines()
+        assert section in ("stage", "rule") or f"# [{section}]" in text.splitlines()
+
+
+def test_describe_prints_the_keys_that_were_changed_first() -> None:
+    rule = {"match": "head.*", "optimizer": {"tier": "disk"}}
+    text = Policy.of({"stage": 2, "rule": [rule], "comm": {"timeout_s": 9}}).describe()
+    changed, _, defaults = text.partition("\n# All other keys have their defaults:\n")
+    assert changed.splitlines()[6:] == [
+        "stage = 2", "", "[comm]", "timeout_s = 9.0", "", "[[rule]]", 'match = "head.*"', 'optimizer.tier = "disk"',
+    ]  # fmt: skip
+    assert all(line.startswith("#") for line in defaults.splitlines()) and "timeout_s" not in defaults
 
 
 NAMES = st.text(min_size=1, max_size=20).filter(str.isprintable)

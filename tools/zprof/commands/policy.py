@@ -76,7 +76,7 @@ def check(file: str, as_json: bool) -> None:
 @click.option("--ranks", type=click.IntRange(1, 1 << 20), help="The number of ranks that share it; by default 1.")
 @AS_JSON
 def show(file: str, params: int | None, ranks: int | None, as_json: bool) -> None:
-    """Print FILE's effective table and every key, defaults included, as a policy file in TOML.
+    """Print FILE's effective table and every key as a policy file in TOML: changed keys first, defaults in comments.
 
     With --params, also print what each rank holds between steps with Adam; exit code 3 if that exceeds a budget.
     """
