@@ -41,7 +41,7 @@ def main(steps: int, batch: int, layers: int, width: int, lora_rank: int, contex
         adapters = peft.LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(language_model(layers, width).to(device, torch.bfloat16), adapters)
         attachment = zhooks.attach(model, policy={"stage": 3})
-        # Activations are counted from the first call on.
+        # From now on, the activations of every step are counted.
         attachment.memory()
         trainable = [param for param in model.parameters() if param.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=5e-3)
@@ -60,8 +60,7 @@ def main(steps: int, batch: int, layers: int, width: int, lora_rank: int, contex
         with torch.no_grad():
             after = model(input_ids=tokens, labels=tokens).loss.item()
         # The adapters alone are gathered, and rank 0 writes them; every rank takes part.
-        state = {name: param.full_tensor() for name, param in model.named_parameters() if param.requires_grad}
-        model.save_pretrained(out, state_dict=state, is_main_process=rank == 0)
+        attachment.save_pretrained(out)
         if rank == 0:
             click.echo(attachment.memory())
             click.echo(f"held-out loss {before:.3f} without the adapters in {out}/, {after:.3f} with them")

@@ -27,7 +27,7 @@ def small() -> Job:
 
 
 def billions() -> Job:
-    """6.6 billion parameters, a vocabulary and sequences of the usual size."""
+    """6.86 billion parameters, a vocabulary and sequences of the usual size."""
     return job(GPTConfig(layers=32, dim=4096, heads=32, context=2048, vocabulary=50_304), micro_batch=2)
 
 

@@ -39,11 +39,21 @@ _INSTEAD = {
 }
 
 
+#: transformers reads position ids for packed sequences where it has no cache.
+_MASKS = (
+    "leave use_cache of the model's config at True (with use_cache = False transformers reads position_ids to find packed "
+    "sequences), or pass attention_mask in its 4-D form, which is used unchanged"
+)
+
+
 def no_data(what: str) -> SimulationError:
     """The error of code that asks for a value, with the line that did."""
+    line = user_line()
     instead = next((text for name, text in _INSTEAD.items() if name in what), "compute it from shapes, or on the CPU")
+    if "masking_utils.py" in line:
+        instead = _MASKS
     return SimulationError(
-        f"{what}{user_line()}: expected code that needs no values, because tensors of the virtual device have no data; found "
+        f"{what}{line}: expected code that needs no values, because tensors of the virtual device have no data; found "
         f"code that reads them. Instead: {instead}."
     )
 

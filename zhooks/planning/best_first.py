@@ -141,6 +141,7 @@ class Ranking(Generic[C]):
         untried: bounds of those that could be among the best for all that is known.
         slower: how many were left out because their bound is no better than the best, or because they only save memory.
         lasted: nothing had fitted, and what needs the least was tried.
+        stopped: by an interrupt, before its end.
     """
 
     fits: list[Tried[C]] = field(default_factory=list)
@@ -149,6 +150,7 @@ class Ranking(Generic[C]):
     slower: int = 0
     simulations: int = 0
     lasted: bool = False
+    stopped: bool = False
 
     def ordered(self) -> Ranking[C]:
         """The same in its final order, ties by memory."""
@@ -163,7 +165,7 @@ class Ranking(Generic[C]):
         """What both found."""
         return Ranking(
             [*self.fits, *other.fits], [*self.unfit, *other.unfit], [*self.untried, *other.untried],
-            self.slower + other.slower, self.simulations + other.simulations,
+            self.slower + other.slower, self.simulations + other.simulations, stopped=self.stopped or other.stopped,
         ).ordered()  # fmt: skip
 
     @property
@@ -209,8 +211,12 @@ def search(
         chosen = _next(space, known, limits, found, keep, most)
         if chosen is None:
             break
+        try:
+            _try(space, chosen, limits, found)
+        except KeyboardInterrupt:
+            found.stopped = True
+            break
         left.remove(chosen)
-        _try(space, chosen, limits, found)
     best = found.fits[:keep]
     for each in left:
         bound = space.bound(each)

@@ -38,6 +38,7 @@ from zhooks.planning import (
     Ranking,
     Tried,
     candidates,
+    changed,
     saves,
     search,
 )
@@ -53,6 +54,8 @@ _PREFETCHES = (2, 4)
 #: What of the best one's step must be something else than compute for that to be worth a simulation.
 _EXPOSED = 0.1
 
+#: Of a device, what CUDA's context and libraries take, and a margin for what a simulation does not see.
+CONTEXT_NBYTES = 3 << 29
 #: Blocks of a larger unit that are tried.
 _JOINED = (2, 4)
 
@@ -88,7 +91,7 @@ def find_policy(
     host: int | None = None,
     disk: int | None = None,
     keep: int = 5,
-    most: int = 10,
+    most: int = 16,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Proposals:
     """Search for the policy with the fastest step of ``world`` ranks that fits in the hardware's memory.
@@ -103,15 +106,16 @@ def find_policy(
         policy: what the search may not change: units, ``[comm]`` and every key that it does not search over.
         precision: dtypes that parameters may be computed in, the preferred one first: "bf16", "fp16", "fp32"; None keeps that
             of ``policy``.  fp16 gets a dynamic loss scale in the policy, which is not simulated.
-        device: bytes that a device may hold; None is the profile's memory.
-        host: bytes of host memory of a node, for all of its ranks together; None is the profile's.
+        device: bytes that a device may hold; None is the profile's memory, on a GPU less 1.5 GiB for a context and a margin.
+        host: bytes of host memory of a node, for all of its ranks together; None is the profile's, which it may exceed.
         disk: bytes of disk of a node, for all of its ranks together; None is the profile's.
         keep: how many policies to return.
-        most: how many simulations to run; a few more may follow, and one for each size of ``tp``.
+        most: how many simulations to run at most; where none of them fits, up to four more say what would.
         tell: called with a line of text for each simulation.
     Returns:
-        The best policies, the fastest first.
+        The best policies, the fastest first.  An interrupt (KeyboardInterrupt) ends the search: those found by then.
     Raises:
+        KeyboardInterrupt: nothing had been found to fit.
         BudgetError: no policy fits; names the least memory that would be enough, by tier.
         SimulationError: as in ``simulate``.
         HardwareError: as in ``simulate``.
@@ -120,6 +124,8 @@ def find_policy(
     profile, base = Hardware.of(hardware), Policy.of(policy)
     if keep < 1 or most < 1 or world < 1:
         raise SimulationError(f"find_policy: expected keep, most and world of at least 1, found {keep}, {most} and {world}.")
+    if host is not None and host > profile.host.memory:
+        profile = profile.replaced(host={"memory": host})
     limits = _limits(profile, world, device, host, disk)
     job = Job(build, step, world, profile)
     batched, dtypes, replicas = job.batched(), job.dtypes(precision), job.replicas()
@@ -135,14 +141,18 @@ def find_policy(
     )  # fmt: skip
     # Undivided layers first: what they compute bounds what divided ones do, and not the other way.
     whole, divided = ([each for each in listed if (each.tp > 1) is over] for over in (False, True))
-    ranking = search(space, whole, limits, keep=keep, most=most)
-    most_divided = max(most, ranking.simulations + len(space.needs.divided))
+    # A third is kept for divided layers, and for what is near the best.
+    ranking = search(space, whole, limits, keep=keep, most=most - most // 3)
+    most_divided = min(most, ranking.simulations + max(1, len(space.needs.divided)))
     # Beside whole layers that fit only what may be quicker than all of them is worth a simulation.
-    ranking = search(space, divided, limits, keep=1 if ranking.fits else keep, most=most_divided, before=ranking)
-    if not ranking.fits:
+    if not ranking.stopped:
+        ranking = search(space, divided, limits, keep=1 if ranking.fits else keep, most=most_divided, before=ranking)
+    if not ranking.fits and not ranking.stopped and ranking.simulations < most:
         # Gathering nothing ahead is what saves the last bytes.
         nothing_ahead = [replace(each, prefetch=0) for each in listed]
-        ranking = ranking.joined(search(space, nothing_ahead, limits, keep=keep, most=most))
+        ranking = ranking.joined(search(space, nothing_ahead, limits, keep=keep, most=most - ranking.simulations))
+    if not ranking.fits and ranking.stopped:
+        raise KeyboardInterrupt
     if not ranking.fits:
         least = _least(space, tiers, replace(listed[-1], batch=batched[-1], tp=1))
         # What the search has not come to within its simulations may fit after all.
@@ -151,8 +161,8 @@ def find_policy(
             raise BudgetError(_nothing_fits(space, limits, tiers, least))
         ranking = ranking.ordered()
     for changes in (_deeper, _larger, _shared):
-        further = list(changes(space, ranking.fits[0], limits))
-        if further:
+        further = list(changes(space, ranking.fits[0], limits))[: max(0, most - ranking.simulations)]
+        if further and not ranking.stopped:
             ranking = _improved(ranking, search(space, further, limits, keep=keep, most=len(further)))
     proposals = tuple(space.proposal(each.candidate, each.memory) for each in ranking.fits[:keep])
     notes = (*job.notes, *(f"tp {tp}: {why}" for tp, why in space.undivided.items()))
@@ -218,10 +228,13 @@ class _Space:
         if isinstance(one, Outcome):
             return one
         found, watch = one
-        self.tell(f"{candidate}: {lasting(found.step_s)}, {as_size(found.device.nbytes)} on the device")
+        memory = self._memory(candidate, found)
+        short = self.limits.exceeded(memory)
+        unfit = f", does not fit: {', '.join(short)}" if short else ""
+        self.tell(f"{candidate}: {lasting(found.step_s)}, {as_size(found.device.nbytes)} on the device{unfit}")
         self.simulated[candidate], self.watched[candidate] = found, watch
         self.bounds.observe(candidate, watch.passes_s, watch.passes_peak)
-        return Outcome(found.step_s, self._memory(candidate, found))
+        return Outcome(found.step_s, memory)
 
     def _memory(self, candidate: Candidate, found: Simulation) -> Memory:
         return Memory(found.device.nbytes, found.host.nbytes, self.needs.of(candidate).stored.disk)
@@ -265,9 +278,26 @@ class _Space:
     def proposal(self, candidate: Candidate, memory: Memory) -> Proposal:
         watch = self.watched[candidate]
         return Proposal(
-            candidate, candidate.policy(self.base), candidate.mesh(self.job.world), self.simulated[candidate], memory,
+            candidate, self._within(candidate, memory), candidate.mesh(self.job.world), self.simulated[candidate], memory,
             dict(watch.busy), dict(watch.moved),
         )  # fmt: skip
+
+
+    def _within(self, candidate: Candidate, memory: Memory) -> Policy:
+        """The candidate's policy, with the limits of this search as budgets, where they change no schedule."""
+        policy = candidate.policy(self.base)
+        budget = {tier.value: getattr(self.limits, tier.value) for tier in (Tier.HOST, Tier.DISK) if memory.on(tier)}
+        # At stage 3 units stay gathered as far as [budget] device allows, which counts no activations.
+        if not self.limits.one_memory and (candidate.stage < 3 or candidate.kept):
+            budget["device"] = self.limits.device
+        values = policy.values()
+        values["budget"] = {**budget, **values.get("budget", {})}
+        return Policy.of(changed(Policy(), Policy.of(values)))
+
+
+def _reserved(profile: Hardware) -> int:
+    """Bytes of a device for its context, its libraries and a margin; of a small one no more than an eighth."""
+    return min(CONTEXT_NBYTES, profile.device.memory // 8) if profile.kind == "gpu" else 0
 
 
 def _limits(profile: Hardware, world: int, device: int | None, host: int | None, disk: int | None) -> Limits:
@@ -275,13 +305,14 @@ def _limits(profile: Hardware, world: int, device: int | None, host: int | None,
     node_host = profile.host.memory if host is None else host
     drives = 0 if profile.disk is None else profile.disk.count * profile.disk.capacity
     node_disk = drives if disk is None else disk
-    own = profile.device.memory if device is None else device
+    own = profile.device.memory - _reserved(profile) if device is None else device
     there = {"device": (device, profile.device.memory), "host": (host, profile.host.memory), "disk": (disk, drives)}
     for name, (asked, most) in there.items():
         if asked is not None and not 0 <= asked <= most:
             raise SimulationError(
                 f"find_policy: expected {name} from 0 to the {as_size(most)} that {profile.name} has, found "
-                f"{as_size(asked) if asked >= 0 else asked}. Ask for less, or name a profile of other hardware."
+                f"{as_size(asked) if asked >= 0 else asked}. Ask for less, or describe other hardware: zprof hardware show "
+                f"{profile.name} > other.toml, change it there, and name that file."
             )
     if profile.kind == "cpu":
         # One memory: what bounds the device bounds the host tier beside it.

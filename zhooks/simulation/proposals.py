@@ -134,6 +134,7 @@ class Proposals:
             "candidates": self.candidates,
             "simulations": ranking.simulations,
             "untried": len(ranking.untried),
+            "stopped": ranking.stopped,
             "gap": ranking.gap,
             "notes": list(self.notes),
             "best": [each.as_dict() for each in self.best],
@@ -185,7 +186,8 @@ class Proposals:
 
     def _searched(self) -> str:
         ranking = self.ranking
-        said = f"searched {self.candidates} policies by bounds, {ranking.simulations} by simulation"
+        stopped = ", and was stopped before its end" if ranking.stopped else ""
+        said = f"searched {self.candidates} policies by bounds, {ranking.simulations} by simulation{stopped}"
         if not ranking.untried:
             return f"{said}; no other is quicker than the first by its bound"
         more = f"whether {len(ranking.untried)} more fit is not known"

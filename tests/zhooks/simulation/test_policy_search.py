@@ -171,7 +171,7 @@ def test_the_text_says_memory_a_tier_what_binds_and_what_the_links_must_carry() 
     assert len(told["best"]) == 5 and Policy.of(told["best"][0]["policy"]) == first.policy
 
 
-@on_virtual(tier=("device", "host", "disk"), nbytes=(-1, 1 << 60))
+@on_virtual(tier=("device", "disk"), nbytes=(-1, 1 << 60))
 def test_memory_that_the_hardware_has_not_is_refused(tier: str, nbytes: int) -> None:
     with pytest.raises(SimulationError, match=rf"expected {tier} from 0 to the .* that h100 has, found"):
         found(**{tier: nbytes})

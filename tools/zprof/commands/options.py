@@ -1,4 +1,4 @@
-"""Owns the values of options that several commands take: times, and steps of a run.
+"""Owns the values of options that several commands take: times, steps of a run, and numbers of parameters.
 
 Commands give what it returns to click as the callback of an option. It never knows what a command does with a value.
 """
@@ -8,14 +8,29 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from fractions import Fraction
 
 import click
 
 from offload.text import parse_duration
 
-__all__ = ["at_step", "seconds"]
+__all__ = ["at_step", "count", "seconds"]
 
 _STEP = re.compile(r"step:(\d{1,9})", re.ASCII)
+_COUNT = re.compile(r"(\d[\d_,]{0,30}(?:\.\d{1,9})?)\s*([kmbt]?)", re.ASCII | re.IGNORECASE)
+_SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_MOST_NUMEL = 10**15
+
+
+def count(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """A number of parameters as people say it: 7B, 350M, 1_000_000."""
+    if value is None:
+        return None
+    match = _COUNT.fullmatch(value.strip())
+    numel = int(Fraction(re.sub("[_,]", "", match[1])) * _SCALES[match[2].lower()]) if match else 0
+    if not 0 < numel <= _MOST_NUMEL:
+        raise click.BadParameter(f"{value!r}: expected a number of parameters such as 7B, 350M or 124_000_000")
+    return numel
 
 
 def seconds(

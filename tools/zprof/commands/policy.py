@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from collections.abc import Iterator
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +16,10 @@ import click
 from offload.errors import ZhooksError
 from offload.policy import Cost, IgnoredKeys, Policy, Table, cost, written
 from offload.text import Share, counted, format_amount
+from zprof.commands.options import count
 from zprof.problem import BudgetProblem, Problem, problem_of
 
 __all__ = ["policy"]
-
-_COUNT = re.compile(r"(\d[\d_,]{0,30}(?:\.\d{1,9})?)\s*([kmbt]?)", re.ASCII | re.IGNORECASE)
-_SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_MOST_NUMEL = 10**15
-
-
-def _count(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """A number of parameters as people say it: 7B, 350M, 1_000_000."""
-    if value is None:
-        return None
-    match = _COUNT.fullmatch(value.strip())
-    numel = int(Fraction(re.sub("[_,]", "", match[1])) * _SCALES[match[2].lower()]) if match else 0
-    if not 0 < numel <= _MOST_NUMEL:
-        raise click.BadParameter(f"{value!r}: expected a number of parameters such as 7B, 350M or 124_000_000")
-    return numel
-
 
 FILE = click.argument("file", type=click.Path())
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
@@ -72,7 +55,7 @@ def check(file: str, as_json: bool) -> None:
 
 @policy.command()
 @FILE
-@click.option("--params", callback=_count, metavar="COUNT", help="Calculate the bytes for this many parameters, e.g. 7B.")
+@click.option("--params", callback=count, metavar="COUNT", help="Calculate the bytes for this many parameters, e.g. 7B.")
 @click.option("--ranks", type=click.IntRange(1, 1 << 20), help="The number of ranks that share it; by default 1.")
 @AS_JSON
 def show(file: str, params: int | None, ranks: int | None, as_json: bool) -> None:
