@@ -62,8 +62,10 @@ def _rule(func: Any) -> Handler:
         return norm
     if name == "_foreach_norm":
         return foreach_norm
-    if name in ("equal", "_local_scalar_dense", "is_same_size", "_has_compatible_shallow_copy_type", "view", "_unsafe_view"):
-        return {"equal": equal, "is_same_size": _same_size, "view": view, "_unsafe_view": view}.get(name, whole)
+    if func in _BY_OVERLOAD:
+        return _BY_OVERLOAD[func]
+    if name in ("_local_scalar_dense", "_has_compatible_shallow_copy_type", "view"):
+        return whole
     if name.startswith("_foreach_") and name not in _NOT_POINTWISE_FOREACH:
         return lists_in_place if name.endswith("_") else local
     if name.startswith("_fused_") and name.endswith("_"):
@@ -113,6 +115,13 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor._written()
     return tensor
 
+
+_BY_OVERLOAD: dict[Any, Handler] = {
+    aten.equal.default: equal,
+    aten.is_same_size.default: _same_size,
+    aten.view.default: view,
+    aten._unsafe_view.default: view,
+}
 
 #: How each ATen overload is carried out on sharded arguments.
 ATEN = _Rules()

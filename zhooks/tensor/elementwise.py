@@ -330,14 +330,21 @@ def outs_of(func: Any) -> list[str]:
 
 
 def _over_one_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Results that go to a sharded ``out=`` are of the range that every sharded argument is of."""
+    """Results that go to a sharded ``out=`` are of its shape, and of the range that every sharded argument is of."""
     outs = [kwargs[name] for name in outs_of(func) if isinstance(kwargs.get(name), Tensor)] if kwargs else []
     if not outs:
         return True
-    sharded = [value for value in (*args, *kwargs.values()) if isinstance(value, RangeTensor)]
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     first = outs[0]
-    return isinstance(first, RangeTensor) and all(
-        value._spec.key() == first._spec.key() and value._local.device == first._local.device for value in sharded
+    inputs = [value.shape for value in given if not any(value is out for out in outs)]
+    return (
+        isinstance(first, RangeTensor)
+        and torch.broadcast_shapes(*inputs or [first.shape]) == first.shape
+        and all(
+            value._spec.key() == first._spec.key() and value._local.device == first._local.device
+            for value in given
+            if isinstance(value, RangeTensor)
+        )
     )
 
 
@@ -349,14 +356,15 @@ def _into_outs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: l
         fresh = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
         beside[name] = fresh
     made = func(*args, **{**kwargs, **beside})
-    for name in outs:
-        out, value = kwargs[name], beside[name]
+    for name, value in beside.items():
+        out = kwargs[name]
         if value.shape != out.shape:
             raise ShardedOpError(
                 f"{func._schema.name.split('::')[1]} into {out._spec.name}: expected a result of shape {tuple(out.shape)}, "
                 f"found {tuple(value.shape)}. Compute it separately, then copy_() it."
             )
-        out.copy_(value)
+    for name, value in beside.items():
+        kwargs[name].copy_(value)
     if isinstance(made, Tensor):
         return kwargs[outs[0]]
     return tuple(kwargs.get(name) for name in outs_of(func))

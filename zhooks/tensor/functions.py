@@ -62,6 +62,9 @@ def with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
                 args, kwargs = tree_map_only(RangeTensor, whole_value, (args, kwargs))
             return func(*args, **kwargs)
     out = kwargs.get("out") if kwargs else None
+    if out is not None and not _is_or_has_sharded(out) and not torch.is_grad_enabled():
+        # Some functions write to no ``out=`` where an argument is of a class that torch does not know.
+        args, kwargs, _ = _gathered(args, kwargs, frozen=True)
     if isinstance(out, RangeTensor) and not torch.is_grad_enabled() and not any(map(_is_or_has_sharded, args)):
         # Made of nothing sharded (torch.randn): some such functions resize what they are given, which no parameter bears.
         beside = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
@@ -92,8 +95,10 @@ def _uses_values(func: Callable[..., Any]) -> bool:
     return name not in ABOUT and not (name.endswith("_") and not name.endswith("__"))
 
 
-def _gathered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Replace bound parameters that require grad by their gathered values, one level of lists deep."""
+def _gathered(
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, frozen: bool = False
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Replace bound parameters that require grad, or all, by their gathered values, one level of lists deep."""
     found = False
     # Among DTensors a parameter that was one is one; anything else meets its whole value.
     among = any(is_divided(value) for value in (*args, *kwargs.values()))
@@ -104,7 +109,7 @@ def _gathered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
             if value._bound:
                 value._bound.before_use()
             # Which may have bound it to another flat.
-            if value._bound and value.requires_grad:
+            if value._bound and (frozen or value.requires_grad):
                 found = True
                 view = value._bound.view(value._spec.index)
                 return view if among else whole_of(view)

@@ -1,18 +1,19 @@
 """Norms of sharded tensors: lazy, so that they are combined over the ranks once, however many tensors there are.
 
 ``aten.py`` calls ``norm`` and ``foreach_norm``; what they return makes ``torch.nn.utils.clip_grad_norm_`` one all-reduce and
-not one a parameter.  It never keeps a value that was combined from changing: anything but stacking combines.
+not one a parameter.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import reduce
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from offload.errors import ShardedOpError
 from zhooks.comm import norms_of_runs
@@ -20,68 +21,90 @@ from zhooks.layout import PP, SHARD, TP
 from zhooks.tensor.elementwise import whole
 from zhooks.tensor.group import ShardGroup
 from zhooks.tensor.range_tensor import ParamShard, RangeTensor
+from zhooks.tensor.written import written_values
 
 aten = torch.ops.aten
 
 
 def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The norm of one tensor, not combined over the ranks yet where they share it."""
-    name = func._schema.name.split("::")[1]
-    ord = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
-    dim = args[2] if len(args) > 2 else kwargs.get("dim")
-    tensor = args[0]
-    if not isinstance(ord, (int, float)) and ord is not None:
-        ord = 2
-    if dim not in (None, [], ()):
-        of_rows: Tensor = whole(func, args, kwargs)
-        return of_rows
+    tensor, given = args[0], _norm_arguments(func, args, kwargs)
+    if not isinstance(tensor, RangeTensor) or not _of_all(tensor, given["dim"]):
+        return cast(Tensor, whole(func, args, kwargs))
     tensor.check_numbers()
-    dtype = kwargs.get("dtype") or (tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype)
-    order = 2.0 if ord is None else float(ord)
+    dtype = given["dtype"] or (tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype)
+    order = 2.0 if given["ord"] is None else float(given["ord"])
     local, group = tensor._local.to(tensor._on), tensor._spec.group  # as in `total`
-    if not (group.sharded or group.spans(TP) or group.spans(PP)):
-        plain: Tensor = func(local, *args[1:], **kwargs) if name == "norm" else aten.linalg_vector_norm(local, order)
-        return plain.to(dtype)
-    return partial_norm(local, order, tensor._spec, dtype, tensor._on)
+    if group.sharded or group.spans(TP) or group.spans(PP):
+        made: Tensor = partial_norm(local, order, tensor._spec, dtype, tensor._on, given["dtype"])
+    else:
+        made = torch.linalg.vector_norm(local, order, dtype=given["dtype"])
+    made = made.reshape((1,) * tensor.dim()) if given["keepdim"] else made
+    return _into(kwargs["out"], made) if "out" in kwargs else made
 
 
-def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
     """The same of a list."""
-    ord = float(args[1]) if len(args) > 1 else float(kwargs.get("ord", 2))
-    out: list[Tensor] = []
-    for tensor in args[0]:
+    named = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
+    ord, dtype = float(named.get("ord", 2)), named.get("dtype")
+    norms: list[Tensor] = []
+    for tensor in named["self"]:
         if isinstance(tensor, RangeTensor):
-            out.append(norm(aten.linalg_vector_norm.default, (tensor, ord), {}))
+            norms.append(norm(aten.linalg_vector_norm.default, (tensor, ord), {"dtype": dtype}))
         else:
-            out.append(torch.linalg.vector_norm(tensor, ord))
-    return out
+            norms.append(torch.linalg.vector_norm(tensor, ord, dtype=dtype))
+    if "out" not in kwargs:
+        return norms
+    for out, made in zip(kwargs["out"], norms, strict=True):
+        _into(out, made)
+    return None
 
 
-class PartialNorm(torch.Tensor):
-    """A scalar, or a vector of them: |x|^p summed (or maximised) over this rank's ranges, still to be combined.
+def _norm_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a call of any overload of a norm says of order, dimensions and dtype."""
+    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    ord = named["ord"] if "ord" in named else named.get("p", 2)
+    return {"ord": ord, "dim": named.get("dim"), "keepdim": named.get("keepdim", False), "dtype": named.get("dtype")}
 
-    What all ranks of the tp axis hold alike counts on the first of them, so that every element is summed over both axes.
+
+def _of_all(tensor: Tensor, dim: Any) -> bool:
+    """The norm is over every dimension."""
+    if dim in (None, [], ()):
+        return True
+    dims = dim if isinstance(dim, (list, tuple)) else (dim,)
+    return {one % tensor.dim() for one in dims} == set(range(tensor.dim())) if tensor.dim() else True
+
+
+def _into(out: Tensor, made: Tensor) -> Tensor:
+    """Write a result as torch's ``out=`` does: what it is written to gets its shape."""
+    return cast(Tensor, aten.abs.out(made, out=out))
+
+
+class _Uncombined:
+    """The sum that norms of one memory stand for; see Note [Filled at the first use].
 
     Attributes:
-        _terms: tensors of its shape, one for each set of ranks, which combines it; elements of others count for nothing.
-        _plain: norms of plain tensors among them, which only these ranks' own code can have made alike.
+        terms: tensors of the norm's shape, one for each set of ranks, which combines it; elements of others count for nothing.
+        plain: norms of plain tensors among them, which only these ranks' own code can have made alike.
+        memory: what the combined norms are written to.
+        stands: nobody can have changed the memory, so that the terms still say what is in it, or will be.
     """
 
-    _terms: tuple[tuple[ShardGroup, Tensor], ...]
-    _plain: tuple[Tensor, ...]
-    _ord: float
+    def __init__(
+        self, terms: Sequence[tuple[ShardGroup, Tensor]], ord: float, dtype: torch.dtype, plain: Sequence[Tensor] = ()
+    ) -> None:
+        self.terms, self.ord, self.plain = tuple(terms), ord, tuple(plain)
+        # What reads the memory before it is filled, past torch's dispatch (an extension in C++), shall not find a number.
+        self.memory = torch.full_like(terms[0][1], math.nan, dtype=dtype)
+        self.stands, self.filled = True, False
 
-    @staticmethod
-    def __new__(
-        cls, terms: Sequence[tuple[ShardGroup, Tensor]], ord: float, dtype: torch.dtype, plain: Sequence[Tensor] = ()
-    ) -> PartialNorm:
-        shape, device = terms[0][1].shape, terms[0][1].device
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        norm: PartialNorm = made
-        norm._terms, norm._plain, norm._ord = tuple(terms), tuple(plain), ord
-        return norm
+    def fill(self) -> None:
+        """Have the norms in memory.  Collective where they are not there yet."""
+        if not self.filled:
+            self.memory.copy_(self.combined((SHARD, TP)))
+            self.filled = True
 
-    def over_ranks(self, axes: tuple[str, ...] = (SHARD, TP)) -> Tensor:
+    def combined(self, axes: tuple[str, ...]) -> Tensor:
         """The norms themselves, the same on every rank of these axes.  Collective.
 
         Raises:
@@ -89,19 +112,26 @@ class PartialNorm(torch.Tensor):
         """
         self._check_plain()
         summed: Tensor | None = None
-        for group, powers in self._terms:
+        for group, powers in self.terms:
             own = powers.clone()
-            group.all_reduce(own, _combination(self._ord), axes)
-            summed = own if summed is None else _combine(torch.stack([summed, own]), self._ord, dim=0)
+            group.all_reduce(own, _combination(self.ord), axes)
+            summed = own if summed is None else _combine(torch.stack([summed, own]), self.ord, dim=0)
         assert summed is not None
-        return _root(summed, self._ord).to(self.dtype)
+        return _root(summed, self.ord).to(self.memory.dtype)
+
+    def total(self) -> Tensor:
+        """The norm of all of them.  Of a stack, the whole model's; other stages have stacks of their own."""
+        terms = [(group, _combine(powers, self.ord)) for group, powers in self.terms]
+        stacked = self.memory.dim() > 0
+        whole = _Uncombined(_with_absent(terms, self.ord) if stacked else terms, self.ord, self.memory.dtype, self.plain)
+        return whole.combined((SHARD, TP, PP) if stacked else (SHARD, TP))
 
     def _check_plain(self) -> None:
-        if not self._plain:
+        if not self.plain:
             return
-        mine = torch.stack([norm.to(torch.float64) for norm in self._plain])
+        mine = torch.stack([norm.to(torch.float64) for norm in self.plain])
         both = torch.cat([mine, -mine])
-        self._terms[0][0].all_reduce(both, "max", (SHARD, TP))
+        self.terms[0][0].all_reduce(both, "max", (SHARD, TP))
         most, least = both.chunk(2)
         if not torch.equal(most.nan_to_num(), (-least).nan_to_num()):
             raise ShardedOpError(
@@ -110,67 +140,155 @@ class PartialNorm(torch.Tensor):
                 "reduced. Reduce them before you clip (torch.distributed.all_reduce), or clip them separately."
             )
 
+
+class PartialNorm(torch.Tensor):
+    """A scalar, or a vector of them: |x|^p summed (or maximised) over this rank's ranges, still to be combined.
+
+    What all ranks of the tp axis hold alike counts on the first of them, so that every element is summed over both axes.
+
+    Note: [Filled at the first use]
+        It is a tensor with memory like any other, in which its values are missing.  Stacking, ``detach`` and the norm of a
+        stack need the terms alone.  Anything else first combines the terms and fills the memory, once, and then works on that
+        memory: what is done in place, through a view or an alias, or as ``out=``, is done to the norm itself.  From the first
+        write or view on, the terms no longer count.
+    """
+
+    _sum: _Uncombined
+
+    @staticmethod
+    def __new__(cls, sum: _Uncombined) -> PartialNorm:
+        norm: PartialNorm = torch.Tensor._make_subclass(cls, sum.memory)
+        norm._sum = sum
+        return norm
+
+    def _plain(self) -> Tensor:
+        """Its memory as a plain tensor, filled."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._sum.fill()
+            empty = torch.empty(0, dtype=self.dtype, device=self.device)
+            return empty.set_(self.untyped_storage(), int(self.storage_offset()), tuple(self.shape), self.stride())
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"PartialNorm(shape={tuple(self.shape)}, ord={self._ord}): not combined over the ranks yet"
+        if self._sum.filled:
+            return repr(self._plain())
+        return f"PartialNorm(shape={tuple(self.shape)}, ord={self._sum.ord}): not combined over the ranks yet"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _OF_MEMORY or func is _SET_DATA:
+            args[0]._sum.stands = False
+            args = (args[0] if func is _SET_DATA else args[0]._plain(), *map(_values, args[1:]))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is aten.stack.default:
-            return _stack(args[0])
-        if func is aten.detach.default or func is aten.alias.default:
-            norm = args[0]
-            return PartialNorm(norm._terms, norm._ord, norm.dtype, norm._plain)
-        if func is aten.linalg_vector_norm.default and _total(args, kwargs):
-            norm = args[0]
-            terms = [(group, _combine(powers, norm._ord)) for group, powers in norm._terms]
-            # Of a stack, the whole model's; other stages have stacks of their own.
-            axes = (SHARD, TP, PP) if norm.dim() else (SHARD, TP)
-            terms = _with_absent(terms, norm._ord) if norm.dim() else terms
-            return PartialNorm(terms, norm._ord, norm.dtype, norm._plain).over_ranks(axes)
-        plain = tree_map(lambda value: value.over_ranks() if isinstance(value, PartialNorm) else value, (args, kwargs or {}))
-        return func(*plain[0], **plain[1])
+        kwargs = kwargs or {}
+        first: Any = args[0] if args else None
+        if func is aten.stack.default and all(part.dim() == 0 for part in first):
+            return _stack(func, args, kwargs)
+        if isinstance(first, PartialNorm) and first._sum.stands:
+            if func is aten.detach.default or func is aten.alias.default:
+                return PartialNorm(first._sum)
+            if func in (aten.linalg_vector_norm.default, aten.linalg_vector_norm.out):
+                given = _norm_arguments(func, args, kwargs)
+                # Of order 0, torch's norm of norms counts those that are not zero, not the elements behind them.
+                if given["ord"] == first._sum.ord and given["ord"] != 0 and _of_all(first, given["dim"]):
+                    total = first._sum.total().to(given["dtype"] or first.dtype)
+                    total = total.reshape((1,) * first.dim()) if given["keepdim"] else total
+                    return _into(kwargs["out"], total) if "out" in kwargs else total
+        return _in_memory(func, args, kwargs)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+# What reads memory past torch's dispatch, or copies it.
+_OF_MEMORY = frozenset(
+    {
+        Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage,
+        Tensor.__dlpack__, Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.share_memory_,
+    }
+)  # fmt: skip
+_SET_DATA = cast(Any, Tensor.data).__set__
 
 
-def partial_norm(local: Tensor, ord: float, spec: ParamShard, dtype: torch.dtype, device: torch.device) -> PartialNorm:
-    """The norm of ``local`` as this rank's part of the whole, on ``device``; an empty range counts for nothing."""
+def _in_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry out ``func`` on the memory of norms; see Note [Filled at the first use]."""
+    opened: dict[int, tuple[PartialNorm, Tensor]] = {}
+
+    def plain(norm: PartialNorm) -> Tensor:
+        if id(norm) not in opened:
+            opened[id(norm)] = (norm, norm._plain())
+        return opened[id(norm)][1]
+
+    used_args, used_kwargs = tree_map_only(PartialNorm, plain, (args, kwargs))
+    result = func(*used_args, **used_kwargs)
+    changed = tree_leaves((args, kwargs)) if func.is_view else written_values(func, args, kwargs)
+    for norm in changed:
+        if isinstance(norm, PartialNorm):
+            norm._sum.stands = False
+            _lay_out(norm, opened[id(norm)][1])
+    same = {id(used): norm for norm, used in opened.values()}
+    return tree_map_only(Tensor, lambda value: same.get(id(value), value), result)
+
+
+def _lay_out(norm: PartialNorm, like: Tensor) -> None:
+    """Give a norm the memory and shape that an operation left its plain tensor with (``unsqueeze_``, ``resize_``, ``out=``)."""
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        norm.set_(like.untyped_storage(), int(like.storage_offset()), tuple(like.shape), like.stride())
+
+
+def partial_norm(
+    local: Tensor, ord: float, spec: ParamShard, dtype: torch.dtype, device: torch.device, sums: torch.dtype | None = None
+) -> PartialNorm:
+    """The norm of ``local`` as this rank's part of the whole, on ``device``; an empty range counts for nothing.
+
+    Args:
+        dtype: of the norm.
+        sums: what values are converted to before they are summed; of 16 bits, fp32 otherwise.
+    """
     group = spec.group
-    half = local.dtype in (torch.float16, torch.bfloat16)
+    half = local.dtype in (torch.float16, torch.bfloat16) and sums in (None, torch.float32)
     again = spec.place is None and not group.first(TP) and _combination(ord) == "sum"
     if local.numel() == 0 or again:
-        kind = torch.float32 if half else local.dtype.to_real() if local.dtype.is_complex else local.dtype
-        nothing = torch.full((), _nothing(ord), dtype=kind, device=device)
-        return PartialNorm([(group, nothing)], ord, dtype)
+        nothing = torch.full((), _nothing(ord), dtype=torch.float32 if half else sums or dtype, device=device)
+        return PartialNorm(_Uncombined([(group, nothing)], ord, dtype))
     # 16 bits are summed in fp32, whose copy of the values is a buffer like others: bounded.
-    norms = norms_of_runs(local, ord, group.buffer_nbytes) if half else [torch.linalg.vector_norm(local, ord)]
+    norms = norms_of_runs(local, ord, group.buffer_nbytes) if half else [torch.linalg.vector_norm(local, ord, dtype=sums)]
     power = _power(norms[0], ord) if len(norms) == 1 else _combine(_power(torch.stack(norms), ord), ord)
-    return PartialNorm([(group, power.to(device))], ord, dtype)
+    return PartialNorm(_Uncombined([(group, power.to(device))], ord, dtype))
 
 
-def _stack(parts: Sequence[Tensor]) -> Tensor:
+def _stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Norms one by one; those that the same ranks combine as one term."""
-    partial = [part for part in parts if isinstance(part, PartialNorm)]
-    lead = partial[0]
-    if any(part._ord != lead._ord or len(part._terms) > 1 or part._plain for part in partial):
-        return torch.stack([part.over_ranks() if isinstance(part, PartialNorm) else part for part in parts])
+    parts = args[0]
+    sums = [part._sum if isinstance(part, PartialNorm) and part._sum.stands else None for part in parts]
+    standing = [one for one in sums if one is not None]
+    if not standing or any(one.ord != standing[0].ord or len(one.terms) > 1 or one.plain for one in standing):
+        return cast(Tensor, _in_memory(func, args, kwargs))
+    lead = standing[0]
     groups: dict[Any, ShardGroup] = {}
-    for one in partial:
-        groups.setdefault(one._terms[0][0].ranks(), one._terms[0][0])
-    first, dtype, device = next(iter(groups)), lead._terms[0][1].dtype, lead.device
-    nothing = torch.full((), _nothing(lead._ord), dtype=dtype, device=device)
+    for one in standing:
+        groups.setdefault(one.terms[0][0].ranks(), one.terms[0][0])
+    whole = {at: _values(part) for at, (part, one) in enumerate(zip(parts, sums, strict=True)) if one is None}
+    first, made, device = next(iter(groups)), lead.terms[0][1].dtype, lead.memory.device
+    nothing = torch.full((), _nothing(lead.ord), dtype=made, device=device)
     terms = []
     for key, group in groups.items():
         powers: list[Tensor] = []
-        for part in parts:
-            where = part._terms[0][0].ranks() if isinstance(part, PartialNorm) else first
-            value = part._terms[0][1] if isinstance(part, PartialNorm) else _known(part, lead)
-            powers.append(value.to(dtype) if where == key else nothing)
+        for at, each in enumerate(sums):
+            where = first if each is None else each.terms[0][0].ranks()
+            value = _known(whole[at], lead) if each is None else each.terms[0][1]
+            powers.append(value.to(made) if where == key else nothing)
         terms.append((group, torch.stack(powers)))
-    whole = [part for part in parts if type(part) is not PartialNorm]
-    return PartialNorm(terms, lead._ord, lead.dtype, whole)
+    dtype = reduce(torch.promote_types, (part.dtype for part in parts))
+    return PartialNorm(_Uncombined(terms, lead.ord, dtype, list(whole.values())))
+
+
+def _values(part: Any) -> Any:
+    return part._plain() if isinstance(part, PartialNorm) else part
 
 
 def _with_absent(terms: list[tuple[ShardGroup, Tensor]], ord: float) -> list[tuple[ShardGroup, Tensor]]:
@@ -183,10 +301,10 @@ def _with_absent(terms: list[tuple[ShardGroup, Tensor]], ord: float) -> list[tup
     return [*others, *((group, here.get(key, nothing)) for key, group in apart.items())]
 
 
-def _known(norm: Tensor, lead: PartialNorm) -> Tensor:
+def _known(norm: Tensor, lead: _Uncombined) -> Tensor:
     """The norm of a tensor every rank of a stage holds whole: only the first rank adds it to a sum."""
-    power, group = _power(norm, lead._ord), lead._terms[0][0]
-    if _combination(lead._ord) == "sum" and not (group.first(SHARD) and group.first(TP)):
+    power, group = _power(norm, lead.ord), lead.terms[0][0]
+    if _combination(lead.ord) == "sum" and not (group.first(SHARD) and group.first(TP)):
         return torch.zeros_like(power)
     return power
 
@@ -199,20 +317,13 @@ def _nothing(ord: float) -> float:
     return math.inf if ord == -math.inf else 0.0
 
 
-def _total(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    ord = args[1] if len(args) > 1 else (kwargs or {}).get("ord", 2)
-    dim = args[2] if len(args) > 2 else (kwargs or {}).get("dim")
-    # Of order 0, torch's norm of norms counts those that are not zero, not the elements behind them.
-    return isinstance(args[0], PartialNorm) and ord == args[0]._ord and ord != 0 and dim is None
-
-
 def _combination(ord: float) -> str:
     return {math.inf: "max", -math.inf: "min"}.get(ord, "sum")
 
 
 def _combine(powers: Tensor, ord: float, dim: int | None = None) -> Tensor:
-    reduce: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
-    return reduce[_combination(ord)](powers) if dim is None else reduce[_combination(ord)](powers, dim=dim)
+    reductions: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+    return reductions[_combination(ord)](powers) if dim is None else reductions[_combination(ord)](powers, dim=dim)
 
 
 def _power(norm: Tensor, ord: float) -> Tensor:
