@@ -7,6 +7,7 @@ where the Trainer prepares it; here its files are: a folder that ``from_pretrain
 from __future__ import annotations
 
 import os
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -71,6 +72,29 @@ class SaveOnPreemption(transformers.TrainerCallback):
         attachment = self._trainer.attachment
         if attachment is not None and attachment.preempted:
             control.should_save = control.should_training_stop = True
+
+
+def carry_overrides(optimizer: Any) -> None:
+    """Note on each parameter what bitsandbytes was told of it (the Trainer asks for 32 bits for embeddings).
+
+    bitsandbytes finds parameters by identity; owners step copies, which have the attributes of the parameters.
+    """
+    registry = optimizer.mng
+    ours = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    others = []
+    for module, name, config in registry.module_weight_config_triple:
+        param = getattr(module, name)
+        if id(param) in ours:
+            param.bitsandbytes_config = {**getattr(param, "bitsandbytes_config", {}), **config}
+        else:
+            others.append((module, name, config))
+    registry.module_weight_config_triple = others
+    optimizer.get_config = types.MethodType(_with_override, optimizer)
+
+
+def _with_override(optimizer: Any, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = type(optimizer).get_config(optimizer, gindex, pindex, group)
+    return config | getattr(optimizer.param_groups[gindex]["params"][pindex], "bitsandbytes_config", {})
 
 
 class ZeroMixin:
@@ -153,6 +177,13 @@ class ZeroMixin:
         if all(param.device.type != "meta" for param in tree.parameters(model)):
             base: Any = super()
             base._move_model_to_device(model, device)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        base: Any = super()
+        optimizer = base.create_optimizer(*args, **kwargs)
+        if hasattr(optimizer, "mng") and hasattr(optimizer, "get_config"):
+            carry_overrides(optimizer)
+        return optimizer
 
     # A folder that from_pretrained reads.
 

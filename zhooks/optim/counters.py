@@ -127,9 +127,13 @@ def _container(value: Any, taken: dict[int, _Restore]) -> _Restore:
     return restore_every
 
 
-def numbers_of(optimizer: Any) -> str:
-    """The same text where two optimizers keep the same options and counters."""
-    return "\n".join(_text(table, set()) for table in of_no_param(optimizer))
+def numbers_of(optimizer: Any) -> dict[str, str]:
+    """The same texts, by where in the optimizer they are, where two optimizers keep the same options and counters."""
+    own, state, *groups = of_no_param(optimizer)
+    places = {f".{key}": value for key, value in own.items()} | {f".state[{key!r}]": value for key, value in state.items()}
+    for number, group in enumerate(groups):
+        places |= {f"param_groups[{number}][{key!r}]": value for key, value in group.items()}
+    return {place: _text(value, set()) for place, value in places.items()}
 
 
 def _text(value: Any, above: set[int]) -> str:

@@ -157,9 +157,10 @@ class Owners:
         kept, beside = kept_elsewhere(optimizer, [one.param for one in self.whole(optimizer)]), beside_params(optimizer)
         if kept:
             return (
-                f"{kind}: expected an optimizer that refers to parameters only in its groups and state, because owner ranks "
-                f"step copies of them; found parameters in {kind}{kept}. Mark them in their group, or in state[param] "
-                '(state[param]["use_adam"] = True), or step a wrapped optimizer directly.'
+                f"{kind}: expected an optimizer that keeps what it knows of a parameter in groups and state[param], because "
+                "ranks step copies of parameters that it updates whole; found parameters in "
+                f"{kind}{kept}, which would not know the copies. Step the optimizer that it wraps, if it wraps one; if "
+                f"{kind} is yours, keep that in state[param]; otherwise use another optimizer."
             )
         if beside:
             return (

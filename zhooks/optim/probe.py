@@ -18,8 +18,9 @@ import math
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -32,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload.errors import ShardedOpError
 from zhooks.comm import DONE, Alone, Call, Work
 from zhooks.layout import SHARD, Axis, Layout, flat_layout
-from zhooks.optim.counters import numbers_of
+from zhooks.optim.counters import numbers_of, options_kept
 from zhooks.optim.kernel import BY_RANGES, step_of
 from zhooks.optim.owned_states import tensors_in
 from zhooks.optim.references import kept_elsewhere
@@ -71,7 +72,7 @@ class _Asks(Enum):
 
 
 class _Keeps(Exception):
-    """The step put a parameter where it does not belong."""
+    """The step put a parameter where it does not belong, or something else into the states of one."""
 
 
 class _Communicates(Exception):
@@ -112,11 +113,10 @@ def _tried(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter]) -> Verdi
     except _Communicates:
         return Verdict(whole, "its step itself communicates between ranks; use its variant for one process")
     except _Keeps as error:
-        kept = f"its step keeps parameters in {error}, although each round has different ones: keep that in state[param]"
-        return Verdict(whole, kept)
+        return Verdict(whole, str(error))
     except CannotTry as error:
         # Not even plain stand-ins will do: where ranges were refused, the refusal stands.
-        return Verdict(whole, f"{why}; a trial of its step on plain parameters raised {error}") if why else Verdict()
+        return Verdict(whole, f"{why}; a trial of its step on whole parameters raised {error}") if why else Verdict()
 
 
 # One trial.
@@ -169,7 +169,7 @@ def _asked(optimizer: Optimizer, place: Place, sample: nn.Parameter) -> tuple[_A
     except _Communicates as error:
         raise CannotTry(str(error)) from error
     except Exception as error:
-        return _Asks.WHOLE, "" if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
+        return _Asks.WHOLE, "" if isinstance(error, TypeError) else f"a trial of its step on ranges raised {_named(error)}"
     if any(_is_own(state) for param in params for state in tensors_in(twin.state.get(param, {}))):
         return _Asks.WHOLE, "states that are not ranges"
     return (_Asks.TOTALS if transport.totals else _Asks.ELEMENTS), ""
@@ -211,12 +211,34 @@ def _problem(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter], whole:
         _, alone = _updates(optimizer, samples, [])
     except CannotTry as error:
         return f"a step without parameters, which a rank may have to make, raises {error}"
-    if counted != alone:
+    changed_options = sorted(key for key in counted.keys() | alone.keys() if counted.get(key) != alone.get(key))
+    if changed_options and all({counted.get(key), alone.get(key)} <= {"True", "False", None} for key in changed_options):
+        # That a step has noted something once (a warning it gave) is undone by owners, and does no harm where nothing follows.
+        noted, forgotten = (_updates(optimizer, samples, every, as_owner=owner)[0] for owner in (False, True))
+        if all(torch.equal(noted[one], forgotten[one]) for one in every):
+            return ""
+    if changed_options:
         return (
-            "its options, or other data outside of the states of parameters, change with the parameters of a step, so that "
-            "ranks with different parameters would differ"
+            f"a step changes its {', '.join(changed_options[:3])} by the parameters it updates, so that ranks, which update "
+            "different ones, would go on with different values"
         )
     return ""
+
+
+def _named(error: Exception) -> str:
+    """The first line of an error: those of a compiler go on with advice to its authors."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _object_in(value: Any) -> str:
+    """The class of the first thing in a state that is no plain data; "" where all is."""
+    if isinstance(value, (Tensor, bool, int, float, complex, str, type(None))):
+        return ""
+    if isinstance(value, Mapping):
+        return next(filter(None, map(_object_in, (*value, *value.values()))), "")
+    if isinstance(value, (list, tuple, Set, deque)):
+        return next(filter(None, map(_object_in, value)), "")
+    return type(value).__name__
 
 
 def _raises_alone(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter], one: tuple[Place, int], factor: float) -> bool:
@@ -232,12 +254,16 @@ def _updates(
     samples: Mapping[Place, nn.Parameter],
     which: Sequence[tuple[Place, int]],
     factors: Mapping[tuple[Place, int], float] | None = None,
-) -> tuple[Trial, Any]:
+    as_owner: bool = False,
+) -> tuple[Trial, dict[str, str]]:
     """What steps of a twin on plain stand-ins change in them, and in its numbers.
+
+    Args:
+        as_owner: what a step changes in those numbers is undone, as after a round of an owner.
 
     Raises:
         CannotTry: it raises.
-        _Keeps: it has kept a stand-in.
+        _Keeps: it has kept a stand-in, or states that no rank could give away.
     """
     params = {one: marked(nn.Parameter(value_of(*one)), samples[one[0]]) for one in which}
     before = {one: param.detach().clone() for one, param in params.items()}
@@ -249,14 +275,23 @@ def _updates(
         for step in range(_STEPS):
             for one, param in params.items():
                 param.grad = gradient_of(*one, step) * (factors or {}).get(one, 1.0)
-            _step(twin)
+            with options_kept(twin) if as_owner else nullcontext():
+                _step(twin)
     except _Communicates:
         raise
     except Exception as error:
-        raise CannotTry(f"{type(error).__name__}: {error}") from error
+        raise CannotTry(_named(error)) from error
     kept = kept_elsewhere(twin, params.values())
     if kept:
-        raise _Keeps(kept)
+        raise _Keeps(f"its step keeps parameters in {kept}, although each round has different ones: keep that in state[param]")
+    for param in params.values():
+        for key, value in twin.state.get(param, {}).items():
+            found = _object_in(value)
+            if found:
+                raise _Keeps(
+                    f"its step keeps a {found} in state[param][{key!r}], which cannot be saved or given to another rank: only "
+                    "numbers, texts, tensors and lists and dicts of them can"
+                )
     return {one: param.detach() - before[one] for one, param in params.items()}, numbers_of(twin)
 
 

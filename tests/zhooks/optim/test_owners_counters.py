@@ -98,14 +98,62 @@ class ByPlace(torch.optim.Optimizer):
                 param.add_(left @ right, alpha=-0.05 * 0.5**place)
 
 
-@on_ranks(2, case=("averages", "by place"))
+class Polar(torch.optim.Optimizer):
+    """Updates matrices whole."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                self.note(param)
+                left, _, right = torch.linalg.svd(param.grad, full_matrices=False)
+                param.add_(left @ right, alpha=-0.05)
+
+    def note(self, param: nn.Parameter) -> None:
+        """What it keeps."""
+
+
+class NotesOnce(Polar):
+    """Remembers that it has seen a matrix, as what warns once does."""
+
+    def note(self, param: nn.Parameter) -> None:
+        self.seen = True
+
+
+class Projector:
+    """No plain data."""
+
+
+class KeepsObjects(Polar):
+    """Has an object in the states."""
+
+    def note(self, param: nn.Parameter) -> None:
+        self.state[param]["projector"] = Projector()
+
+
+@on_ranks(1, 2)
+def test_a_flag_that_a_step_sets_once_and_nothing_depends_on_does_not_matter() -> None:
+    models = [net(), net()]
+    zhooks.attach(models[1], policy=POLICY)
+    for model in models:
+        train(model, NotesOnce(matrices(model)), range(3))
+    for value, other in zip(full(models[1]), models[0].parameters(), strict=True):
+        torch.testing.assert_close(value.detach(), other.detach(), rtol=0, atol=0)
+
+
+@on_ranks(2, case=("averages", "by place", "objects"))
 def test_what_differs_with_the_parameters_of_a_round_is_refused_by_name(case: str) -> None:
     model = net()
     zhooks.attach(model, policy=POLICY)
     before = [value.clone() for value in full(model)]
     if case == "averages":
         optimizer: torch.optim.Optimizer = Averages(matrices(model))
-        reason = "change with the parameters of a step"
+        reason = "a step changes its .* by the parameters it updates"
+    elif case == "objects":
+        optimizer, reason = KeepsObjects(matrices(model)), r"a Projector in state\[param\]\['projector'\]"
     else:
         optimizer, reason = ByPlace(matrices(model), {}), "depends on which other parameters are in the step"
     model(batch(0)).square().mean().backward()
