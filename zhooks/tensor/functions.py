@@ -56,10 +56,12 @@ def with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         args, kwargs, found = _gathered(args, kwargs)
         if found:
             return func(*args, **kwargs)
-        if any(value.requires_grad and not isinstance(value, RangeTensor) for value in _tensors(args, kwargs)):
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        constant = any(isinstance(value, RangeTensor) and not value.requires_grad for value in tensors)
+        if constant and any(value.requires_grad and not isinstance(value, RangeTensor) for value in tensors):
             # A weight of a penalty (EWC's Fisher information) meets a graph, whose gradients are whole: so is what it computes.
             with torch.no_grad():
-                args, kwargs = tree_map_only(RangeTensor, whole_value, (args, kwargs))
+                args, kwargs = tree_map_only(RangeTensor, _constant, (args, kwargs))
             return func(*args, **kwargs)
     out = kwargs.get("out") if kwargs else None
     if out is not None and not _is_or_has_sharded(out) and not torch.is_grad_enabled():
@@ -79,8 +81,9 @@ def with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         return func(*args, **kwargs)
 
 
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    return [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+def _constant(tensor: RangeTensor) -> Tensor:
+    """All of what gets no gradient; a copy of a parameter that trains by itself as it is."""
+    return tensor if tensor.requires_grad else whole_value(tensor)
 
 
 def _is_or_has_sharded(value: Any) -> bool:
