@@ -46,7 +46,7 @@ def divided(model: nn.Module, optimizer: torch.optim.Optimizer, *, micro_batch: 
 
 
 def found(change: Any = step, **given: Any) -> Proposals:
-    return find_policy(build, change, **{"world": 8, "policy": BF16, "most": 6, **given})
+    return find_policy(build, change, **{"world": 8, "policy": BF16, "most": 8, **given})
 
 
 @cache
@@ -61,7 +61,7 @@ def test_each_policy_found_is_what_a_simulation_says_of_it() -> None:
     assert len(proposals.best) == 5
     first = proposals.best[0]
     again = simulate(build, step, world=8, policy=first.policy)
-    assert again.step_s == first.simulation.step_s
+    assert again.step_s == pytest.approx(first.simulation.step_s, rel=1e-9)
     assert again.device.nbytes == pytest.approx(first.memory.device, rel=0.2)
     busy = sum(first.busy.get(each, 0.0) for each in ("compute", "update"))
     assert busy == pytest.approx(again.compute_s)
@@ -153,10 +153,11 @@ def test_a_batch_that_can_be_divided_needs_defaults_that_say_how_large_it_is() -
 @on_virtual()
 def test_several_nodes_may_hold_replicas_of_shards() -> None:
     slow = Hardware.of("h100").replaced(network={"latency": "2 ms", "short_latency": "2 ms"})
-    proposals = found(world=32, hardware=slow, keep=1, most=4)
+    proposals = found(world=32, hardware=slow, keep=1, most=6)
     best = proposals.best[0]
     assert best.mesh == {"replicate": 4, "shard": 8} and "Attach over a mesh" in proposals.policy_text()
-    assert simulate(build, step, world=32, hardware=slow, mesh=best.mesh, policy=best.policy).step_s == best.simulation.step_s
+    again = simulate(build, step, world=32, hardware=slow, mesh=best.mesh, policy=best.policy)
+    assert again.step_s == pytest.approx(best.simulation.step_s, rel=1e-9)
 
 
 @on_virtual()
@@ -202,7 +203,7 @@ def test_memory_that_is_left_holds_a_share_of_the_states_of_the_quickest() -> No
     alike = next(each.seconds for each in proposals.ranking.fits if not each.candidate.device_share)
     assert best.simulation.step_s < alike
     assert Policy.of(best.policy).optimizer.device_share == best.candidate.device_share
-    assert simulate(wide, small, policy=best.policy).step_s == best.simulation.step_s
+    assert simulate(wide, small, policy=best.policy).step_s == pytest.approx(best.simulation.step_s, rel=1e-9)
 
 
 @on_virtual()

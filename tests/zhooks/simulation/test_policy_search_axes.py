@@ -70,7 +70,7 @@ def test_where_one_sample_does_not_fit_a_rank_its_layers_are_divided_over_severa
     assert batch is not None and batch.micro_batch * batch.accumulation == best.candidate.tp
     chosen: dict[str, Any] = {"micro_batch": batch.micro_batch, "accumulation": batch.accumulation}
     again = simulate(build, lambda *given: step(*given, **chosen), world=4, mesh=best.mesh, policy=best.policy)
-    assert again.step_s == best.simulation.step_s and best.busy["collectives"] > 0
+    assert again.step_s == pytest.approx(best.simulation.step_s, rel=1e-9) and best.busy["collectives"] > 0
     assert 'Divide the model over mesh["tp"]' in tight.policy_text()
 
 
