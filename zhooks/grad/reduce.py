@@ -213,6 +213,8 @@ class Reducer:
     def watch(self, flats: Sequence[Flat]) -> None:
         """Take over these flats (all trainable ones of the attachment), in unit order."""
         kept = {gradient.flat: gradient for gradient in self.gradients.values()}
+        for flat in kept:
+            flat.sums = None  # of one that is not taken over it would keep the memory until the next garbage collection
         reduce = self._backward.reduce_held
         self.gradients = {flat.number: kept.get(flat) or gradient_of(flat, self.pool, reduce) for flat in flats}
         for flat in flats:
