@@ -52,7 +52,7 @@ def committing(path: Path, *, mode: int = 0o600) -> Iterator[BinaryIO]:
     """As `committed`, for a body that is written piece by piece: it counts once the block has ended without an error."""
     replaceable(path)
     passing = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    with os.fdopen(create(passing, mode=mode), "wb") as file:
+    with open(passing, "wb", opener=lambda name, _: create(name, mode=mode)) as file:
         try:
             yield file
             file.flush()

@@ -7,6 +7,7 @@ operations, so the losses agree to 1e-6; what attach itself does to a model is t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -105,9 +106,11 @@ def test_the_graph_of_a_whole_model_breaks_where_its_units_are_called_alone(way:
     zhooks.attach(called, policy={"units": UNITS})
     if not early:
         called = made(model, "aot_eager")
-    with pytest.warns(UserWarning, match="compiled code calls units of an attached model") as said:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         assert train(called) == pytest.approx(expected, abs=TOLERANCE)
-    assert len(said) == 1
+    told = [str(one.message) for one in said if "compiled code calls units of an attached model" in str(one.message)]
+    assert len(told) == len(said) == (1 if place()[0] == 0 else 0)  # once a job
     assert breaks()
     assert all("zhooks gathers the unit that is called here" in why for why in breaks())
     assert len(breaks()) <= 2 * (LAYERS + 3)
