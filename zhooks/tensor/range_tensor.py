@@ -320,6 +320,8 @@ class RangeTensor(torch.Tensor):
     def __create_chunk_list__(self) -> list[Any]:
         if self._bound is not None:
             self._bound.finish_backward()
+        if self._origin is not None:
+            self._origin.numbers = None  # who asks loads values, on the ranks that have a range: no expression on any
         return chunk_list(chunks_of(self._spec))
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
