@@ -22,14 +22,15 @@ Note: [Buffers]
 Note: [Attributes]
     The same holds of other attributes of modules (a recurrent state, a counter, a list of losses): what a first forward has
     set, or changed the items of (list, dict, set, deque), a second forward finds as the first did, and leaves as it is.  What
-    is changed deeper inside an object is not seen.  A tensor that is written in place has lost what the first forward read.
+    is changed deeper inside an object is not seen, but of weights that are tensor subclasses.  A tensor that is written in
+    place has lost what the first forward read.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ from zhooks import tree
 from zhooks.activation.objects import Found
 from zhooks.activation.residual import Residual
 from zhooks.refusals import modified
+from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, Unit
 
 Make = Callable[..., Generator[None, None, None]]
@@ -132,11 +134,18 @@ class _Attributes:
     def __init__(self, module: nn.Module, unit: str) -> None:
         self._modules, self._unit = list(tree.modules(module)), unit
 
+    def _tables(self) -> Iterator[dict[str, Any]]:
+        for module in self._modules:
+            yield vars(module)
+            for param in module._parameters.values():
+                # A quantised weight: its first forward may move what it carries to the module.
+                if param is not None and type(param) not in (Tensor, nn.Parameter) and not isinstance(param, ShardedTensor):
+                    yield vars(param)
+
     def keep(self) -> list[_Attribute]:
         """All attributes, before a forward."""
         kept = []
-        for module in self._modules:
-            table = vars(module)
+        for table in self._tables():
             for name, found in table.items():
                 if name not in _NOT_STATE:
                     held = copy(found) if isinstance(found, _CONTAINERS) else found
@@ -162,8 +171,7 @@ class _Attributes:
             if one.table.get(one.name, _ABSENT) is not one.found or _items(one.found) != _items(one.copy):
                 one.found = one.copy
                 changed.append(one)
-        for module in self._modules:
-            table = vars(module)
+        for table in self._tables():
             changed += [
                 _Attribute(table, name, _ABSENT, None, 0)
                 for name in table
