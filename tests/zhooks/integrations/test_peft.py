@@ -153,9 +153,6 @@ def test_a_detached_model_is_merged_as_without_zhooks(kind: str) -> None:
     attachment = zhooks.attach(model, policy=POLICY)
     trained(model, rank, world)
     trained(plain)
-    if kind == "dora":
-        with pytest.raises(zhooks.ShardedOpError, match=r"base_layer\.weight"):
-            model.merge_and_unload()
     whole: Any = attachment.detach()
     merged, other = whole.merge_and_unload(), plain.merge_and_unload()
     assert isinstance(merged, transformers.LlamaForCausalLM)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +220,8 @@ def test_a_save_beside_training_that_failed_is_said_and_does_not_keep_the_last_o
                 patched.setattr(os, "pwritev", _disk_full)
             saving = run.attachment.save(path / "beside", run.optimizer, wait=False)
             assert soon(lambda: saving.done)
-        with pytest.warns(RuntimeWarning, match="rank 1: save .*No space left"), pytest.raises(SystemExit):
+        said = pytest.warns(RuntimeWarning, match="rank 1: save .*No space left") if rank == 0 else nullcontext()  # once a job
+        with said, pytest.raises(SystemExit):
             run.attachment.exit_if_preempted(path / "last", run.optimizer)
         assert zhooks.latest(path) == path / "last"
         run.attachment.detach()
