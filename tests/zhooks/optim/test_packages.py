@@ -21,7 +21,6 @@ import zhooks
 from offload.errors import ShardedOpError
 from tests.support.on_ranks import on_ranks
 
-pytestmark = pytest.mark.slow
 STEPS = 5
 
 
@@ -70,6 +69,7 @@ def trained(make: Make, attached: bool) -> list[Tensor]:
     return [param.detach().clone() for param in net.parameters()]
 
 
+@pytest.mark.slow
 @on_ranks(2, package=("pytorch_optimizer", "timm.optim", "heavyball", "bitsandbytes.optim"), limit_s=3600)
 def test_every_optimizer_of_a_package_trains_as_on_a_plain_model_or_is_refused(package: str) -> None:
     try:
@@ -99,6 +99,7 @@ def test_every_optimizer_of_a_package_trains_as_on_a_plain_model_or_is_refused(p
     assert "equal" in ends.values()
 
 
+@pytest.mark.slow
 @on_ranks(1, 2, optim=("adamw_bnb_8bit", "paged_adamw_8bit"))
 def test_the_trainer_steps_with_8_bits_but_for_embeddings(optim: str) -> None:
     pytest.importorskip("bitsandbytes")
