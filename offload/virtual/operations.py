@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
+from torch._prims_common import suggest_memory_format
 
 from offload.errors import SimulationError
 from offload.virtual.choices import made_whole
@@ -202,10 +203,30 @@ def _grouped_mm(first: Tensor, second: Tensor, offs: Tensor, bias: Any = None, o
     return made.to(out_dtype or first.dtype)
 
 
+def _format(*tensors: Tensor) -> torch.memory_format:
+    """Channels last where one of these lies so, as convolutions of oneDNN and of cuDNN take it."""
+    formats = [suggest_memory_format(tensor) for tensor in tensors]
+    return next((each for each in formats if each is not torch.contiguous_format), torch.contiguous_format)
+
+
+def _convolution(value: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    made: Tensor = _aten.convolution.default(value, weight, *others)
+    return made.contiguous(memory_format=_format(value, weight))
+
+
+def _convolution_backward(grad: Tensor, value: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
+    layout = _format(value, weight)
+    made: tuple[Tensor | None, ...] = _aten.convolution_backward.default(grad, value, weight, *others)
+    of_value, of_weight = (None if each is None else each.contiguous(memory_format=layout) for each in made[:2])
+    return (of_value, of_weight, *made[2:])
+
+
 _INDEXED = frozenset({_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
-#: Shape functions that torch lacks.
+#: Shape functions that torch lacks, or that forget how results lie.
 _SHAPES: dict[Any, Callable[..., Any]] = {
     _aten._grouped_mm.default: _grouped_mm,
+    _aten.convolution.default: _convolution,
+    _aten.convolution_backward.default: _convolution_backward,
     _aten._thnn_fused_gru_cell.default: _gru_cell,
     _aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
 }
