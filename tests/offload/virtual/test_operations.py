@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import product
+
 import torch
+import torch.nn.functional as F
 
 from offload.virtual import Machine, Operation
 from tests.support.virtual import Flat, machine, on_virtual
@@ -52,6 +56,45 @@ def test_each_call_s_results_have_memory_of_their_own() -> None:
         values = [torch.ones(4, device="virtual") for _ in range(2)]
         one, other = (torch._foreach_add(values, 1.0) for _ in range(2))
         assert len({tensor.data_ptr() for tensor in (*values, *one, *other)}) == 6
+
+
+def _loss_bytes(device: str) -> list[int]:
+    losses: tuple[Callable[..., torch.Tensor], ...] = (
+        F.mse_loss, F.smooth_l1_loss, F.soft_margin_loss, F.binary_cross_entropy, F.huber_loss, F.l1_loss, F.kl_div,
+    )  # fmt: skip
+    found = []
+    for loss, reduction in product(losses, ("none", "sum", "mean")):
+        value, target = (torch.full((8, 16), 0.5, device=device) for _ in range(2))
+        found.append(loss(value, target, reduction="batchmean" if loss is F.kl_div else reduction).untyped_storage().nbytes())
+    return found
+
+
+@on_virtual()
+def test_losses_hold_the_memory_that_a_cpu_s_hold() -> None:
+    with machine():
+        found = _loss_bytes("virtual")
+    assert found == _loss_bytes("cpu")
+
+
+def _convolution_strides(device: str) -> list[tuple[int, ...]]:
+    found = []
+    formats = (torch.contiguous_format, torch.channels_last)
+    for layout, weight_layout, kernel, transposed in product(formats, formats, (1, 3), (False, True)):
+        # Of fewer elements torch takes another kernel on one thread.
+        value = torch.ones(2, 8, 40, 40, device=device).to(memory_format=layout).requires_grad_()
+        weight = torch.ones(8, 8, kernel, kernel, device=device).to(memory_format=weight_layout).requires_grad_()
+        out = (F.conv_transpose2d if transposed else F.conv2d)(value, weight)
+        made = (out, *torch.autograd.grad(out, (value, weight), torch.ones_like(out)))
+        # Where a length is 1 its stride says nothing.
+        found += [tuple(step for length, step in zip(each.shape, each.stride(), strict=True) if length > 1) for each in made]
+    return found
+
+
+@on_virtual()
+def test_convolutions_make_channels_last_of_channels_last() -> None:
+    with machine():
+        found = _convolution_strides("virtual")
+    assert found == _convolution_strides("cpu")
 
 
 class Noting(Flat):
