@@ -138,6 +138,27 @@ def ranks() -> Iterator[Callable[[int], Pool]]:
 
 
 @pytest.fixture(scope="session")
+def accelerators() -> Iterator[Callable[[int], Pool]]:
+    """``accelerators(world)`` is the session's pool of ranks that have the asynchronous accelerator (tests/accelerator)."""
+    from tests.accelerator.build import CannotBuild, built
+
+    try:
+        built()
+    except CannotBuild as error:
+        pytest.skip(str(error))
+    pools: dict[int, Pool] = {}
+
+    def pool(world: int) -> Pool:
+        if world not in pools:
+            pools[world] = Pool(world, accelerator=True)
+        return pools[world]
+
+    yield pool
+    for opened in pools.values():
+        opened.close()
+
+
+@pytest.fixture(scope="session")
 def ranks1(ranks: Callable[[int], Pool]) -> Pool:
     return ranks(1)
 

@@ -41,12 +41,34 @@ def on_ranks(*worlds: Any, limit_s: float = LIMIT_S, **choices: tuple[Any, ...])
         def test(world: int, chosen: dict[str, Any], ranks: Callable[[int], Pool]) -> None:
             ranks(world).run(f"{job.__module__}:{job.__name__}.job", limit_s=max(limit_s, LIMIT_S), **chosen)
 
-        test.__name__ = test.__qualname__ = job.__name__
-        test.__module__, test.__doc__ = job.__module__, job.__doc__
-        test.job = job
-        return test
+        return _named(test, job)
 
     return decorate
+
+
+def on_accelerators(*worlds: Any, limit_s: float = LIMIT_S, **choices: tuple[Any, ...]) -> Callable[[Job], Any]:
+    """As `on_ranks`, on ranks that have the asynchronous accelerator: rank r its device r, under the lazy schedule."""
+
+    def decorate(job: Job) -> Any:
+        cases = [
+            pytest.param(chosen.pop("world"), chosen, id="world" + "-".join(named), marks=marks)
+            for chosen, named, marks in combinations({"world": worlds, **choices})
+        ]
+
+        @pytest.mark.parametrize(("world", "chosen"), cases)
+        def test(world: int, chosen: dict[str, Any], accelerators: Callable[[int], Pool]) -> None:
+            accelerators(world).run(f"{job.__module__}:{job.__name__}.job", limit_s=max(limit_s, LIMIT_S), **chosen)
+
+        return _named(test, job)
+
+    return decorate
+
+
+def _named(test: Any, job: Job) -> Any:
+    test.__name__ = test.__qualname__ = job.__name__
+    test.__module__, test.__doc__ = job.__module__, job.__doc__
+    test.job = job
+    return test
 
 
 def combinations(

@@ -120,10 +120,15 @@ class RanksFailed(AssertionError):
 
 
 class Pool:
-    """``world`` worker processes, started at the first job and again after a job that failed."""
+    """``world`` worker processes, started at the first job and again after a job that failed.
 
-    def __init__(self, world: int) -> None:
+    With ``accelerator`` each has the asynchronous accelerator of tests/accelerator, rank r its device r, and groups that work
+    on it; every job starts under the lazy schedule.
+    """
+
+    def __init__(self, world: int, *, accelerator: bool = False) -> None:
         self.world = world
+        self._accelerator = accelerator
         self._workers: list[Worker] = []
         self._folder: Path | None = None
         self._jobs = 0
@@ -187,7 +192,7 @@ class Pool:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.world, theirs, str(self._folder))
+            arguments = (rank, self.world, theirs, str(self._folder), self._accelerator)
             process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank{rank}of{self.world}")
             process.start()
             theirs.close()
@@ -273,7 +278,7 @@ def _tail(path: Path) -> str:
 # ---- the worker's side
 
 
-def _serve(rank: int, world: int, pipe: Connection, folder: str) -> None:
+def _serve(rank: int, world: int, pipe: Connection, folder: str, accelerator: bool) -> None:
     end_with_parent()
     with (Path(folder) / f"rank{rank}.log").open("wb") as log:
         os.dup2(log.fileno(), 1)
@@ -291,6 +296,10 @@ def _serve(rank: int, world: int, pipe: Connection, folder: str) -> None:
     from tests.support.torches import ignore_its_own_warnings
 
     torch.set_num_threads(1)
+    if accelerator:
+        from tests.accelerator.accel import load
+
+        load()
     store = _join(rank, world, pipe)
     warnings.simplefilter("error")
     # Small models of the parity matrix have no blocks: there a policy that recomputes has nothing to recompute.
@@ -341,7 +350,11 @@ def _answer(rank: int, world: int, store: Any, number: int, job: str, kwargs: An
         if world > 1:
             timeout = timedelta(seconds=limit_s)
             prefixed = dist.PrefixStore(f"job{number}", store)
-            dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world, timeout=timeout)
+            backend = "cpu:gloo,accel:accel" if hasattr(torch, "accel") else "gloo"
+            dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=timeout)
+        if hasattr(torch, "accel"):
+            torch.accel.set_device(rank)
+            torch.accel.native.set_schedule("lazy")
         torch.manual_seed(0)
         return pickle.dumps((End.RETURNED, find(job)(**kwargs)))
     except pytest.skip.Exception as skipped:
