@@ -76,7 +76,8 @@ class CpuDevice(Device):
         self._worker.start()
 
     def copy(self, out: Tensor, source: Tensor, key: str = "", *, after: Mark = None) -> HostWork:
-        assert not (out.is_cuda or source.is_cuda), f"copy of {key}: a CPU device copies between host tensors only"
+        on_host = out.device.type == source.device.type == "cpu"
+        assert on_host, f"copy of {key}: a CPU device copies between host tensors only"
         return self._worker.copy(out, source, key, self.bus)
 
     def empty(self, nbytes: int) -> Tensor:

@@ -1,7 +1,7 @@
 """What the store needs of a compute device: copies under way, page-locking, free memory, where it sits.
 
-``cpu.py`` and ``cuda.py`` are devices; ``open.py`` chooses.  It never decides what moves, and never keeps a tensor past
-its copy.
+``cpu.py``, ``stream_device.py``, ``cuda.py`` and ``synchronous.py`` have devices; ``open.py`` chooses.  It never decides what
+moves, and never keeps a tensor past its copy.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Device(ABC):
     Attributes:
         device: with its index where it has one.
         addresses_host: compute reads HOST memory where it lies, so nothing need be copied to be used.
-        bus: hears spans "copy h2d" and "copy d2h", "copy h2h" between host tensors; on CUDA one ends when it is noticed, which
-            is late rather than early.
+        bus: hears spans "copy h2d" and "copy d2h", "copy h2h" between host tensors; where there are streams one ends when it
+            is noticed, which is late rather than early.
     """
 
     def __init__(self, device: torch.device, addresses_host: bool) -> None:
@@ -86,11 +86,14 @@ class Device(ABC):
         """Where tensors in host memory are."""
         return torch.device("cpu")
 
-    def map_host(self, nbytes: int) -> HostMemory:
+    def map_host(self, nbytes: int, *, locked: bool = False) -> HostMemory:
         """Fresh host memory.
 
+        Args:
+            locked: for `pin`, and for nothing else.
         Raises:
             OSError, OverflowError, MemoryError, ValueError: the system does not give it.
+            CapabilityError: it cannot be page-locked.
         """
         return _Mapped(nbytes)
 
@@ -115,7 +118,7 @@ class Device(ABC):
         """uint8 [nbytes] on the device, contents undefined, not an inference tensor; page aligned on a CPU."""
 
     def pin(self, memory: Tensor) -> None:
-        """Page-lock host ``memory`` (a storage of whole pages) for this device; nothing on a CPU.
+        """Page-lock all of what `map_host` gave for this; nothing where it is locked already, or where nothing is.
 
         Raises:
             CapabilityError: the driver or RLIMIT_MEMLOCK does not let it.
@@ -128,7 +131,11 @@ class Device(ABC):
 
     @abstractmethod
     def memory(self) -> tuple[int, int]:
-        """Bytes (free, total) of the device; what torch's allocator caches but does not use counts as free."""
+        """Bytes (free, total) of the device; what torch's allocator caches but does not use counts as free.
+
+        Raises:
+            CapabilityError: torch does not say it.
+        """
 
     @abstractmethod
     def used(self) -> tuple[int, int]:

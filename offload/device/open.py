@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 
 from offload.device.cpu import CpuDevice
-from offload.device.cuda import CudaDevice
+from offload.device.cuda import CudaCalls, CudaDevice
 from offload.device.interface import Device
+from offload.device.stream_device import StreamDevice
+from offload.device.streams import calls_of
+from offload.device.synchronous import SynchronousDevice
+from offload.device.torch_module import current_index, unavailable
 from offload.device.virtual import VirtualDevice
 from offload.errors import CapabilityError
 from offload.virtual import NAME, running
@@ -21,20 +25,22 @@ def open_device(device: torch.device, *, addresses_host: bool | None = None) -> 
     """The `Device` for a torch device.
 
     Args:
-        device: "cpu", or "cuda" with or without an index (the current one then).
-        addresses_host: None is what is true (CPU yes, CUDA no); False on a CPU forces the copies a GPU would need.
+        device: with or without an index (the current one then).
+        addresses_host: None is what is true (a CPU's does); False on a CPU forces the copies a GPU would need.
     Raises:
-        CapabilityError: neither CPU nor a CUDA that this torch can use, or CUDA that is to address host memory.
+        CapabilityError: torch does not compute on it here, or another device than a CPU is to address host memory.
     """
     if device.type == NAME:
         return VirtualDevice(running())
     if device.type == "cpu":
         return CpuDevice(torch.device("cpu"), addresses_host is not False)
-    if device.type != "cuda":
-        raise CapabilityError(f'device {device}: expected "cpu" or "cuda", found "{device.type}"; move the model there')
-    if not torch.cuda.is_available():
-        raise CapabilityError(f"device {device}: expected a CUDA device, found none; install a CUDA build of torch")
+    why = unavailable(device)
+    if why:
+        raise CapabilityError(f"device {device}: {why}")
     if addresses_host:
-        raise CapabilityError(f"device {device}: CUDA computes on its own memory only; leave addresses_host unset")
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return CudaDevice(torch.device("cuda", index))
+        raise CapabilityError(f"device {device}: it computes on its own memory only; leave addresses_host unset")
+    device = torch.device(device.type, current_index(device))
+    calls = calls_of(device)
+    if calls is None:
+        return SynchronousDevice(device)
+    return CudaDevice(device, calls) if isinstance(calls, CudaCalls) else StreamDevice(device, calls)

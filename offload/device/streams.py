@@ -5,19 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.device.cuda import CudaCalls, cuda_calls
+from offload.device.cuda import CudaCalls
+from offload.device.stream_device import StreamCalls
+from offload.device.torch_module import has_streams
 from offload.device.virtual import VirtualCalls
 from offload.events import Bus
 from offload.virtual import NAME, running
 
 
 @contextmanager
-def beside(device: torch.device, lane: str, calls: CudaCalls | None = None) -> Iterator[None]:
+def beside(device: torch.device, lane: str, calls: StreamCalls | None = None) -> Iterator[None]:
     """What is issued inside runs after what the current stream has queued, and after what is waited for inside, for which the
     current stream itself does not wait.  Nothing on a CPU.
 
@@ -37,7 +40,7 @@ def beside(device: torch.device, lane: str, calls: CudaCalls | None = None) -> I
         yield
 
 
-def keep(tensor: Tensor, calls: CudaCalls | None = None) -> None:
+def keep(tensor: Tensor, calls: StreamCalls | None = None) -> None:
     """The current stream has waited for every use of ``tensor``: once that is freed, its memory is not used again before what
     this stream has been given by then, whichever stream took it."""
     calls = calls or calls_of(tensor.device)
@@ -45,11 +48,19 @@ def keep(tensor: Tensor, calls: CudaCalls | None = None) -> None:
         calls.keep(tensor, calls.current())
 
 
-def calls_of(device: torch.device) -> CudaCalls | None:
+def calls_of(device: torch.device) -> StreamCalls | None:
     """The streams of ``device``; None where nothing is queued."""
     if device.type == NAME:
         return VirtualCalls(running()) if running().costs.accelerated else None
-    return cuda_calls(device) if device.type == "cuda" else None
+    return None if device.type == "cpu" else _calls_to(device)
+
+
+@cache
+def _calls_to(device: torch.device) -> StreamCalls | None:
+    """Those of a device of this process."""
+    if device.type == "cuda":
+        return CudaCalls(device)
+    return StreamCalls(device) if has_streams(device) else None
 
 
 def bus_of(device: torch.device) -> Bus:
@@ -57,7 +68,8 @@ def bus_of(device: torch.device) -> Bus:
     if device.type == NAME:
         paper = VirtualCalls(running())
         return Bus(paper.now_ns, paper.clock)
-    return Bus(streams=cuda_calls(device).clock) if device.type == "cuda" else Bus()
+    calls = calls_of(device)
+    return Bus() if calls is None else Bus(streams=calls.clock)
 
 
 def lane_of(device: torch.device) -> int:
@@ -75,7 +87,7 @@ class OneStream:
         arrival, and keeps the memory that another stream allocated. Whoever ends it waits for that stream.
     """
 
-    def __init__(self, calls: CudaCalls | None) -> None:
+    def __init__(self, calls: StreamCalls | None) -> None:
         self._calls = calls
         self._stream: Any = None
 
@@ -89,7 +101,7 @@ class OneStream:
         return _NOTHING if self._calls is None else self._ended(self._calls, left)
 
     @contextmanager
-    def _brought(self, calls: CudaCalls, given: Iterable[Tensor | None]) -> Iterator[None]:
+    def _brought(self, calls: StreamCalls, given: Iterable[Tensor | None]) -> Iterator[None]:
         current = calls.current()
         self._stream = current if self._stream is None else self._stream
         if current == self._stream:
@@ -103,7 +115,7 @@ class OneStream:
             yield
 
     @contextmanager
-    def _ended(self, calls: CudaCalls, left: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+    def _ended(self, calls: StreamCalls, left: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
         current = calls.current()
         try:
             with self._brought(calls, ()):
@@ -155,7 +167,7 @@ class StreamUses:
             assert self._calls is not None
             _order(self._calls, self._owner, stream)
 
-    def _used(self, calls: CudaCalls, tensor: Tensor) -> None:
+    def _used(self, calls: StreamCalls, tensor: Tensor) -> None:
         current = calls.current()
         if current != self._owner and current not in self._others:
             calls.keep(tensor, current)
@@ -170,7 +182,7 @@ def one_stream(device: torch.device) -> OneStream:
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-def _order(calls: CudaCalls, stream: Any, after: Any) -> None:
+def _order(calls: StreamCalls, stream: Any, after: Any) -> None:
     """What ``stream`` is given from now on runs after what ``after`` has been given."""
     event = calls.event()
     event.record(after)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from offload.budget import Bound, Facts, Shared
-from offload.device.cuda import CudaCalls, CudaDevice, after
+from offload.device.cuda import CudaCalls, CudaDevice
 from offload.device.interface import HostMemory, Mark
+from offload.device.stream_device import after
 from offload.events import During, KnownTime
 from offload.pages import round_up
 from offload.text import as_size
@@ -134,7 +135,7 @@ class VirtualDevice(CudaDevice):
     def start(self) -> None:
         return None
 
-    def map_host(self, nbytes: int) -> HostMemory:
+    def map_host(self, nbytes: int, *, locked: bool = False) -> HostMemory:
         return MemoryRun(self.machine, nbytes, HOST, self.host.index)
 
     def copy(self, out: Tensor, source: Tensor, key: str = "", *, after: Mark = None) -> HostWork:

@@ -336,7 +336,8 @@ class DiskFile:
 
     def _start(self, verb: Verb, extent: Extent, tensor: Tensor, offset: int, key: str) -> Request:
         stop = offset + tensor.numel()
-        plain = tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous() and not tensor.is_cuda
+        here = tensor.device.type == "cpu"
+        plain = here and tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous()
         assert plain, f"{key}: expected contiguous bytes on the CPU, found {tensor.dtype} {tuple(tensor.shape)}"
         whole = offset % CHECK == 0 and (stop % CHECK == 0 or stop == extent.nbytes) and 0 <= offset <= stop <= extent.nbytes
         assert whole, f"{key}: bytes {offset} to {stop} are not whole CHECKs of {extent}"

@@ -33,21 +33,17 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.device import MemoryRun, lane_of
+from offload.device import grain_of, lane_of, reserve
 from offload.events import Bus
 from offload.free_ranges import Space
-from offload.pages import ALIGN, aligned, mapped, over, round_up
-from offload.virtual import ACCELERATOR, NAME, running
+from offload.pages import ALIGN, aligned
 
 __all__ = ["Arena", "Report", "Use", "grain", "rounded"]
-
-#: Ranges start on this many bytes: a cache line of a CPU, what CUDA's own allocator keeps to.
-_GRAINS = {"cpu": 64, "cuda": 512, NAME: 512}
 
 
 class Use(Enum):
@@ -85,7 +81,7 @@ class Report:
 
 def grain(device: torch.device, *, paged: bool = False) -> int:
     """What ranges on ``device`` are rounded to; ``paged`` where a disk fills them."""
-    return ALIGN if paged and device.type == "cpu" else _GRAINS[device.type]
+    return ALIGN if paged and device.type == "cpu" else grain_of(device)
 
 
 def rounded(nbytes: int, to: int) -> int:
@@ -206,7 +202,7 @@ class _Region:
     def __init__(self, device: torch.device, nbytes: int, to: int) -> None:
         self.device, self.nbytes, self.used = device, nbytes, 0
         self._grain, self._lane = to, lane_of(device)
-        self._memory = _memory(device, nbytes)
+        self._memory = reserve(device, nbytes)
         self._space = Space(0)
         self._out: dict[int, _Range] = {}
         # Ends are noted by finalizers, which run anywhere, also while the arena's lock is held: they only append.
@@ -255,74 +251,6 @@ class _Region:
             ended = self._out.pop(self._ended.popleft())
             self._space.give(ended.start, ended.nbytes)
             self.used -= ended.nbytes if ended.inside else 0
-
-
-class _Memory(Protocol):
-    """Reserved memory, alive as long as it or a range of it is referred to."""
-
-    def range(self, start: int, whole: int, nbytes: int) -> tuple[Tensor, Any]:
-        """uint8 [nbytes] over ``whole`` bytes from ``start``, and the object that dies with its storage."""
-
-
-class _HostMemory:
-    def __init__(self, nbytes: int) -> None:
-        self._view = memoryview(mapped(round_up(nbytes))) if nbytes else memoryview(b"")
-
-    def range(self, start: int, whole: int, nbytes: int) -> tuple[Tensor, Any]:
-        view = self._view[start : start + whole]
-        return over(view, nbytes), view
-
-
-class _CudaMemory:
-    """From the caching allocator, past torch's storages: whoever counts those counts the ranges and not this too."""
-
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        self._device, self._address = device, 0
-        if nbytes:
-            self._address = int(torch.cuda.caching_allocator_alloc(nbytes, device))
-
-    def range(self, start: int, whole: int, nbytes: int) -> tuple[Tensor, Any]:
-        subject = _CudaRange(self, self._address + start, whole)
-        with torch.inference_mode(False), torch.no_grad():
-            storage = torch.as_tensor(subject, device=self._device).untyped_storage()
-            empty = torch.empty(0, dtype=torch.uint8, device=self._device)
-            return empty.set_(storage, 0, (nbytes,), (1,)), subject
-
-    def __del__(self) -> None:
-        if self._address:
-            torch.cuda.caching_allocator_delete(self._address)
-
-
-class _CudaRange:
-    """What torch makes a storage of without a copy: https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
-
-    __slots__ = ("__cuda_array_interface__", "__weakref__", "_memory")
-
-    def __init__(self, memory: _CudaMemory, address: int, nbytes: int) -> None:
-        self._memory = memory
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
-
-
-class _VirtualMemory:
-    """On the virtual device, of the machine that is on."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._mapping = MemoryRun(running(), nbytes, ACCELERATOR, ACCELERATOR) if nbytes else None
-
-    def range(self, start: int, whole: int, nbytes: int) -> tuple[Tensor, Any]:
-        assert self._mapping is not None
-        tensor = self._mapping.tensor(start, nbytes)
-        return tensor, tensor.untyped_storage()
-
-    def __del__(self) -> None:
-        if self._mapping is not None:
-            self._mapping.close()
-
-
-def _memory(device: torch.device, nbytes: int) -> _Memory:
-    if device.type == NAME:
-        return _VirtualMemory(nbytes)
-    return _HostMemory(nbytes) if device.type == "cpu" else _CudaMemory(device, nbytes)
 
 
 def _fresh(device: torch.device, nbytes: int, *, paged: bool) -> Tensor:

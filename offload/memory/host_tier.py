@@ -280,7 +280,9 @@ class HostPool:
 
     def _grow(self, nbytes: int, shared: bool, key: str) -> _Slab:
         try:
-            slab = _Slab(self._serial, self._device.map_host(nbytes), nbytes, shared)
+            slab = _Slab(self._serial, self._device.map_host(nbytes, locked=self._pin), nbytes, shared)
+        except CapabilityError as error:
+            raise _not_locked(key, error) from error
         except (OSError, OverflowError, MemoryError, ValueError) as error:
             raise BudgetError(
                 f"host tier cannot admit {key}: expected the system to map {as_size(nbytes)}, found {error}; raise RLIMIT_AS "
@@ -293,7 +295,7 @@ class HostPool:
                 self._device.pin(slab.whole())
             except CapabilityError as error:
                 slab.unmap()
-                raise CapabilityError(f"host tier cannot lock memory for {key}: {error}") from error
+                raise _not_locked(key, error) from error
         self._serial += 1
         self._slabs[slab.serial] = slab
         self._reserved += nbytes
@@ -325,6 +327,10 @@ class HostPool:
         if used + nbytes <= self.limit:
             note = f"in {counted(len(self._slabs), 'slab')} ({as_size(self._reserved)})"
         return cannot_admit(Tier.HOST, key, nbytes, used=used, limit=self.limit, note=note)
+
+
+def _not_locked(key: str, error: CapabilityError) -> CapabilityError:
+    return CapabilityError(f"host tier cannot lock memory for {key}: {error}")
 
 
 def _return_all(device: Device | None, slabs: dict[int, _Slab]) -> None:

@@ -10,12 +10,12 @@ from tests.mutants.sites import Site, sites, without
 from tests.support.slow import slow
 from tests.support.virtual import on_virtual
 
-#: Calls of the CUDA device that "host" makes, a tier that all of them are for.
+#: Calls of a device with streams that "host" makes, a tier that all of them are for.
 SAMPLE = (
-    "_CudaCopy.wait: current.wait_event(self._event)",
-    "_CudaCopy.synchronize: self._event.synchronize()",
-    "CudaDevice.copy: stream.wait_event(self.mark() if after is None else after)",
-    "CudaDevice.mark: event.record(self.calls.current())",
+    "_Copy.wait: current.wait_event(self._event)",
+    "_Copy.synchronize: self._event.synchronize()",
+    "StreamDevice.copy: stream.wait_event(self.mark() if after is None else after)",
+    "StreamDevice.mark: event.record(self.calls.current())",
 )
 PARTS = 12
 
@@ -46,7 +46,8 @@ def test_the_calls_that_are_looked_at_are_there() -> None:
     """What is known of calls is of calls that the sources have."""
     known = {site.key for site in sites()}
     assert set(UNSEEN) <= known
-    for path in ("offload/device/cuda.py", "offload/device/streams.py", "zhooks/unit/flat.py", "offload/store/lease.py"):
+    files = ("offload/device/stream_device.py", "offload/device/streams.py", "zhooks/unit/flat.py", "offload/store/lease.py")
+    for path in files:
         assert any(site.path == path for site in sites())
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from offload.device import computes_on_host
 from offload.errors import CapabilityError, DivergenceError
 from offload.events import Bus
 from offload.policy import Policy
@@ -81,11 +82,11 @@ class Recovering:
         Raises:
             DivergenceError: a rank is gone, or does not come within twice ``[comm] timeout_s``.  Or the ranks are at different
                 steps, or within one: then only ``load`` may come next.
-            CapabilityError: parameters are on CUDA, or a transport is no longer available.
+            CapabilityError: parameters are not on the CPU, or a transport is no longer available.
         """
         self._check_attached("recover")
         failure = self._comm.failure
-        if self._device.type == "cuda":
+        if not computes_on_host(self._device):
             raise CapabilityError(f"recover: expected parameters on the CPU, found them on {self._device}. {_RESTART}")
         if failure is None:
             return self._at_rest(self._runtime.abandon() or self._runtime.reducer.holds, "")

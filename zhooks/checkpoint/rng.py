@@ -1,4 +1,4 @@
-"""The random generators of this process: torch's on the CPU and on the CUDA devices in use, python's, and numpy's.
+"""The random generators of this process: torch's on the CPU and on the devices in use, python's, and numpy's.
 
 ``shard_contents.py`` saves what ``generators`` gives, ``load_shard.py`` hands it to ``restore``.  It never touches a generator
 object that the user made.
@@ -15,18 +15,35 @@ import torch
 import xxhash
 from torch import Tensor
 
+from offload.device import has_generator, random_state, set_random_state
 from offload.errors import CheckpointError
 from offload.text import counted
+from offload.user_warnings import warn_user
 
 
 def generators(devices: Iterable[torch.device]) -> dict[str, Any]:
     """The states as plain data and tensors; ``devices`` are those the model computes on."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    cuda = [device for device in devices if device.type == "cuda"]
-    states["cuda"] = [torch.cuda.get_rng_state(device) for device in cuda]
+    states["devices"] = {
+        kind: [random_state(device) for device in those] for kind, those in _with_generators(devices).items()
+    }
     if "numpy" in sys.modules:
         states["numpy"] = _plain(sys.modules["numpy"].random.get_state(legacy=False))
     return states
+
+
+def _with_generators(devices: Iterable[torch.device]) -> dict[str, list[torch.device]]:
+    """The devices that have generators of their own, by type."""
+    found: dict[str, list[torch.device]] = {}
+    for device in devices:
+        if has_generator(device):
+            found.setdefault(device.type, []).append(device)
+    return found
+
+
+def _of_devices(states: dict[str, Any]) -> Any:
+    """The states by type of device; of older files, too, which have CUDA's alone."""
+    return states["devices"] if "devices" in states else {"cuda": states["cuda"]}
 
 
 def _plain(value: Any) -> Any:
@@ -41,17 +58,25 @@ def check(states: Any, devices: Iterable[torch.device]) -> None:
     Raises:
         CheckpointError: states of other generators than this process has, or that no generator was in.
     """
-    cuda = [device for device in devices if device.type == "cuda"]
-    if not isinstance(states, dict) or not {"torch", "python", "cuda"} <= states.keys() <= {"torch", "python", "cuda", "numpy"}:
-        raise _strange("torch, python and cuda", str(list(states) if isinstance(states, dict) else states)[:80])
-    if not isinstance(states["cuda"], list) or len(states["cuda"]) != len(cuda):
-        found = len(states["cuda"]) if isinstance(states["cuda"], list) else states["cuda"]
-        raise CheckpointError(
-            f"load: expected the random states of {counted(len(cuda), 'CUDA device')} on this rank, found {found}. "
-            "Load on the same kind and number of devices."
-        )
-    for device, state in zip([torch.device("cpu"), *cuda], [states["torch"], *states["cuda"]], strict=True):
-        _try_torch(device, state)
+    kinds = states.keys() - {"numpy"} if isinstance(states, dict) else set()
+    if kinds not in ({"torch", "python", "devices"}, {"torch", "python", "cuda"}):
+        raise _strange("torch, python and devices", str(list(states) if isinstance(states, dict) else states)[:80])
+    saved, here = _of_devices(states), _with_generators(devices)
+    if not isinstance(saved, dict) or not all(isinstance(kind, str) and isinstance(each, list) for kind, each in saved.items()):
+        raise _strange("devices", str(saved)[:80])
+    _try_torch(torch.device("cpu"), states["torch"])
+    for kind in sorted({*saved, *here}):
+        each, those = saved.get(kind, []), here.get(kind, [])
+        if "devices" not in states and kind != "cuda":
+            # From before their states were saved: `restore` says so.
+            continue
+        if len(each) != len(those):
+            raise CheckpointError(
+                f"load: expected the random states of {counted(len(those), f'{kind} device')} on this rank, found {len(each)}. "
+                "Load on the same kind and number of devices."
+            )
+        for device, state in zip(those, each, strict=True):
+            _try_torch(device, state)
     python = random.Random()
     _try("python", states["python"], python.setstate, python.getstate)
     if "numpy" in sys.modules and "numpy" in states:
@@ -91,9 +116,11 @@ def derived(states: dict[str, Any], devices: Iterable[torch.device], place: str)
     """States for a place that none were saved for: every generator seeded by a hash of these and of the place's name."""
     raw = states["torch"].cpu().contiguous().numpy().tobytes()
     seed = xxhash.xxh3_64_intdigest(raw + place.encode())
-    cuda = [device for device in devices if device.type == "cuda"]
     made: dict[str, Any] = {"torch": torch.Generator().manual_seed(seed).get_state(), "python": random.Random(seed).getstate()}
-    made["cuda"] = [torch.Generator(device).manual_seed(seed).get_state() for device in cuda]
+    made["devices"] = {
+        kind: [torch.Generator(device).manual_seed(seed).get_state() for device in those]
+        for kind, those in _with_generators(devices).items()
+    }
     if "numpy" in sys.modules and "numpy" in states:
         numpy: Any = sys.modules["numpy"].random
         made["numpy"] = _plain(numpy.RandomState(seed % 2**32).get_state(legacy=False))
@@ -110,8 +137,15 @@ def restore(states: dict[str, Any], devices: Iterable[torch.device]) -> None:
     """Set every generator to its saved state; numpy's only if this process has loaded numpy."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
-    cuda = [device for device in devices if device.type == "cuda"]
-    for device, state in zip(cuda, states["cuda"], strict=True):
-        torch.cuda.set_rng_state(state, device)
+    saved = _of_devices(states)
+    for kind, those in _with_generators(devices).items():
+        if kind not in saved:
+            warn_user(
+                f"load: the checkpoint has no random state of {', '.join(map(str, those))}, because an older zhooks saved it. "
+                "That generator goes on from its present state, so that dropout differs from the run that saved."
+            )
+            continue
+        for device, state in zip(those, saved[kind], strict=True):
+            set_random_state(device, state)
     if "numpy" in sys.modules and "numpy" in states:
         sys.modules["numpy"].random.set_state(states["numpy"])

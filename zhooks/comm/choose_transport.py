@@ -9,7 +9,8 @@ Note: [Transports]
            much as an all-reduce (measured: 1.0 and 0.8 GB/s where its send/recv does 4.6).
     p2p    Gloo send/recv, tagged with the call, each rank sending every peer its range directly: (N-1)/N of the payload.
     shm    ranks of one host over shared memory (``shared_memory.py``): one copy in, one copy out, every message labelled.
-    "auto" is stock on CUDA; on CPU shm where all ranks of the axis share a host with ordered stores, else p2p.
+    "auto" is stock where the device has memory of its own; on CPU shm where all ranks of the axis share a host with ordered
+    stores, else p2p.
 """
 
 from __future__ import annotations
@@ -294,8 +295,9 @@ def _group(
 ) -> dist.ProcessGroup:
     """A group of our own over ``axis``, connected; every rank makes the groups of all sibling axes, as torch demands.
 
-    On a GPU the control channel has two backends: facts of the host travel by Gloo, for on the device's they would wait for
-    all compute that is queued there.
+    The groups have the backend that the process group has for this type of device, or else the one that torch has registered
+    for it.  Beside a device's the control channel has a second one: facts of the host travel by Gloo, for on the device's they
+    would wait for all compute that is queued there.
     """
     known = dict(each.split(":", 1) for each in dist.get_backend_config().split(","))
     backend: str | None = None
@@ -303,10 +305,19 @@ def _group(
     if device.type == "cpu":
         backend = None if "cpu" in known else "gloo"
         options["timeout"] = timedelta(seconds=timeout_s)
-    elif device.type in known:
+    else:
         options["device_id"] = device
+        own = known.get(device.type) or dist.Backend.default_device_backend_map.get(device.type)
+        if own is None:
+            raise CapabilityError(
+                f"attach: expected the process group to have a backend for parameters on {device.type}, found "
+                f"{dist.get_backend_config()}, and none that is registered for {device.type}. Import the package that has one, "
+                f'and write init_process_group("cpu:gloo,{device.type}:NAME").'
+            )
         if channel == CONTROL and "cpu" not in known:
-            backend = f"cpu:gloo,{device.type}:{known[device.type]}"
+            backend = f"cpu:gloo,{device.type}:{own}"
+        elif device.type not in known:
+            backend = f"cpu:{known['cpu']},{device.type}:{own}" if "cpu" in known else f"{device.type}:{own}"
 
     def make() -> list[object]:
         return [dist.new_group(list(ranks), backend=backend, **options) for ranks in axis.siblings]
@@ -315,7 +326,7 @@ def _group(
         # The backend's own wait sees no rank that has ended: nobody begins before all are here.
         meeting.agree(f"groups of {axis.name_among}, channel {channel}")
     try:
-        # On a GPU it is for this thread that the device is chosen.
+        # It is for this thread that a device is chosen.
         made = meeting.connect(make) if meeting is not None and device.type == "cpu" else make()
     except DivergenceError:
         raise

@@ -1,4 +1,4 @@
-"""The backend's own collectives: NCCL on GPUs, Gloo where the policy asks for it.
+"""The backend's own collectives: that of the device's type (NCCL on CUDA), Gloo where the policy asks for it.
 
 ``choose_transport.py`` opens it with a process group a channel, so that gathers and reductions need no common order.
 """

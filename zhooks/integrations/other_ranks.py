@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from offload.device import started_device
 from offload.errors import CheckpointError
 from offload.text import counted, shown_path
 from zhooks.checkpoint import generators, restore, saved_extra
@@ -96,7 +95,8 @@ class RandomStates:
     """The random states of this moment, for when a library has read those of other ranks."""
 
     def __init__(self) -> None:
-        self._devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_initialized() else []
+        started = started_device()
+        self._devices = [] if started is None else [started]
         self._held = generators(self._devices)
 
     def put_back(self) -> None:

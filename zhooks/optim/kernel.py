@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from offload.device import computes_on_host
 from zhooks.optim.groups import leave
 from zhooks.tensor import as_step
 from zhooks.unit import Flat
@@ -95,7 +96,8 @@ class TorchKernel:
         if type(optimizer) not in BY_RANGES:
             return False
         groups = optimizer.param_groups
-        on_device = any(isinstance(value, Tensor) and value.is_cuda for group in groups for value in group.values())
+        tensors = [value for group in groups for value in group.values() if isinstance(value, Tensor)]
+        on_device = not all(computes_on_host(value.device) for value in tensors)
         return not on_device and not any(group.get(option) for group in groups for option in _ON_DEVICE)
 
     def check(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:

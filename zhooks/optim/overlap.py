@@ -37,6 +37,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch.optim import Optimizer
 
+from offload.device import device_guard
 from offload.errors import ZhooksError
 from offload.kernels import flushes_denormals
 from offload.threads import Task
@@ -75,12 +76,10 @@ class Update:
             torch.set_num_threads(threads)
         if flushes_denormals() != flush:
             torch.set_flush_denormal(flush)
-        on = self.flat.kind.device
-        current = torch.cuda.device(on) if on.type == "cuda" else nullcontext()
         default = nullcontext() if device.type == "cpu" else device
         left, self._left = self._left, []
         try:
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), current, default:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), device_guard(self.flat.kind.device), default:
                 for stand_in, update in left:
                     self._updater.update(stand_in, update, NO_ARGUMENTS)
         finally:

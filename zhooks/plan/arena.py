@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from offload.device import can_reserve
 from offload.free_ranges import Space
 from offload.memory import Use, grain, rounded
 from offload.policy import Policy
@@ -54,7 +55,7 @@ def rest_reserve(policy: Policy, device: torch.device, units: Sequence[UnitPlan]
 
 def has_arena(policy: Policy, device: torch.device) -> bool:
     """The policy wants memory reserved ahead, and the device is one that has it."""
-    return policy.device.arena != "none" and device.type in ("cpu", "cuda", "virtual")
+    return policy.device.arena != "none" and can_reserve(device)
 
 
 def paged(units: Sequence[UnitPlan]) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
+from offload.device import default_device
 from offload.errors import AttachError, CheckpointError
 from offload.policy import Policy
 from offload.text import counted, shown
@@ -166,7 +167,7 @@ def check_model(model: nn.Module, ignored: Ignored) -> torch.device:
     buffers = [buffer for buffer in tree.buffers(model) if buffer.device.type != "meta"]
     if buffers:
         return buffers[0].device
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return default_device()
 
 
 def _check_parameter(name: str, param: nn.Parameter, model: nn.Module) -> None:

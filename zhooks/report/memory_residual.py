@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from offload.device import memory_statistics
 from offload.formulas import Layers
 from offload.store import Store
 from offload.tier import Tier
@@ -77,14 +78,14 @@ def activations(residual: Residual) -> Iterator[Residue]:
 
 
 def unaccounted(device: torch.device, known: Mapping[str, int], shared: int, store: Store | None) -> Iterator[Residue]:
-    """What is reserved or resident beyond what is known: in CUDA's allocator and the tiers, and the process' own memory.
+    """What is reserved or resident beyond what is known: in the device's allocator and the tiers, and the process' own memory.
 
     Args:
         known: bytes by tier.
         shared: bytes that other ranks have mapped, too.
     """
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
+    stats = memory_statistics(device)
+    if stats:
         allocated, reserved = (int(stats.get(f"{what}_bytes.all.current", 0)) for what in ("allocated", "reserved"))
         yield Residue("other tensors", "device", allocated - known["device"])
         yield Residue("free in the allocator", "device", reserved - allocated)
