@@ -388,6 +388,36 @@ def streams_only_in_device(sources: list[Source]) -> list[str]:
     return findings
 
 
+#: Where a type of device may be named: the seam, the models of CUDA's allocator, and zprof's files about CUDA or the vendors'
+#: own interfaces; in tables and messages of the others the word is data.
+NAMES_DEVICES = (
+    "offload/device/*.py", "offload/virtual/*.py", "offload/allocator/*.py", "offload/policy/tables.py",
+    "zhooks/checkpoint/rng.py",
+    "tools/zprof/gpu/*.py", "tools/zprof/doctor/gpu.py", "tools/zprof/oom/*.py", "tools/zprof/commands/oom.py",
+    "tools/zprof/recording/cuda_history.py", "tools/zprof/recording/kineto.py", "tools/zprof/recording/operators.py",
+    "tools/zprof/recording/computing.py", "tools/zprof/recording/sampler.py",
+)  # fmt: skip
+
+
+def devices_are_named_at_the_seam(sources: list[Source]) -> list[str]:
+    """What is asked of ``offload.device`` works on any type of device; what is asked of torch.cuda does on one."""
+    findings: list[str] = []
+    for here in sources:
+        if within(here, *NAMES_DEVICES):
+            continue
+        findings += [
+            here.finding(node, f"{name} outside offload/device/")
+            for node, name in uses(here)
+            if name == "torch.cuda" or name.startswith("torch.cuda.")
+        ]
+        for node in here.nodes:
+            if isinstance(node, ast.Attribute) and node.attr == "is_cuda":
+                findings.append(here.finding(node, ".is_cuda outside offload/device/"))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"cuda(:\d*)?", node.value):
+                findings.append(here.finding(node, f'"{node.value}" outside offload/device/'))
+    return findings
+
+
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
 
 

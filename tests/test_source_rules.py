@@ -14,6 +14,7 @@ from tests.source_rules import (
     all_sources,
     clocks_only_in_events_and_comm,
     collectives_only_in_comm,
+    devices_are_named_at_the_seam,
     factories_name_device_and_dtype,
     hooks_only_in_their_files,
     import_targets,
@@ -79,6 +80,10 @@ def test_hooks_are_installed_only_in_their_files() -> None:
 
 def test_streams_are_touched_only_in_device() -> None:
     keeps(streams_only_in_device)
+
+
+def test_types_of_device_are_named_only_at_the_seam() -> None:
+    keeps(devices_are_named_at_the_seam)
 
 
 def test_no_package_reads_an_environment_variable() -> None:
@@ -191,6 +196,11 @@ BROKEN: list[tuple[Rule, str, str, str]] = [
     (streams_only_in_device, "zhooks/grad/gradient.py", "grad.record_stream(stream)", ":1: .record_stream"),
     (streams_only_in_device, "zhooks/grad/gradient.py", "stream.wait_event(event)", ":1: .wait_event"),
     (streams_only_in_device, "zhooks/grad/gradient.py", "host.copy_(grad, non_blocking=True)", ":1: non_blocking"),
+    (devices_are_named_at_the_seam, "zhooks/plan/checks.py", "import torch\ntorch.cuda.is_available()", ":2: torch.cuda"),
+    (devices_are_named_at_the_seam, "zhooks/plan/checks.py", "from torch import cuda", ":1: torch.cuda"),
+    (devices_are_named_at_the_seam, "tools/zprof/analysis/run.py", "x = tensor.is_cuda", ":1: .is_cuda"),
+    (devices_are_named_at_the_seam, "offload/disk/disk_tier.py", "here = device.type == 'cuda'", ':1: "cuda"'),
+    (devices_are_named_at_the_seam, "offload/disk/disk_tier.py", "torch.device('cuda:0')", ':1: "cuda:0"'),
     (no_environment_is_read, "zhooks/layout/mesh.py", "import os\nos.environ['RANK']", ":2: os.environ"),
     (no_environment_is_read, "zhooks/layout/mesh.py", "from os import getenv as g\ng('RANK')", ":2: os.getenv"),
     (nothing_prints, "offload/disk/disk_tier.py", "def f():\n    print(1)", ":2: print"),
@@ -305,6 +315,8 @@ SOUND: list[tuple[Rule, str, str]] = [
     (streams_only_in_device, "offload/device/cuda.py", "import torch\ntorch.cuda.Stream()"),
     (streams_only_in_device, "offload/disk/disk_tier.py", "import threading\nthreading.Event().wait()\nticket.synchronize()"),
     (streams_only_in_device, "zhooks/report/memory.py", "import torch\ntorch.cuda.memory_stats(device)"),
+    (devices_are_named_at_the_seam, "offload/device/cuda.py", "import torch\ntorch.cuda.memory_stats(device)"),
+    (devices_are_named_at_the_seam, "zhooks/plan/checks.py", 'raise Error("expected parameters on cuda")'),
     (no_environment_is_read, "zhooks/layout/mesh.py", "import os\nos.path.join('a', os.sep)"),
     (clocks_only_in_events_and_comm, "offload/events.py", "import time\ntime.perf_counter_ns()"),
     (no_import_cycles, "zhooks/a.py", "def f():\n    import zhooks.a\nif TYPE_CHECKING:\n    import zhooks.a"),

@@ -231,7 +231,7 @@ def coverage(trace: Trace, used: tuple[str, ...] = TIERS) -> Coverage:
     return Coverage(
         trace.header.level,
         bool(trace.notes("policy")),
-        trace.device.startswith("cuda"),
+        trace.accelerated,
         used,
         trace.dropped,
         max(0, trace.dropped - most),

@@ -62,8 +62,8 @@ def fullest_sample(ledger: Ledger, begin_ns: int, end_ns: int) -> int:
     Memory that was freed stays with malloc and the allocator for a while, so a sample taken after the peak would blame it on
     nobody. The peak's own time where nothing was sampled in between; where the ledger holds nothing, the highest sample.
     """
-    cuda = ledger.trace.device.startswith("cuda")
-    what, tiers = ("cuda allocated", ("device",)) if cuda else ("rss", ("device", "host"))
+    accelerated = ledger.trace.accelerated
+    what, tiers = ("cuda allocated", ("device",)) if accelerated else ("rss", ("device", "host"))
     pairs = list(ledger.samples(what, points=1 << 17).values())
     nothing = np.zeros(0, np.int64)
     sampled, value = (np.concatenate([nothing, *(pair[column] for pair in pairs)]) for column in (0, 1))
@@ -85,7 +85,7 @@ def remainders(ledger: Ledger, time_ns: int) -> list[Remainder]:
     allocator gave out less the ledger's device tier, what it reserved less what it gave out, and what NVML saw in use less
     what it reserved.
     """
-    if ledger.trace.device.startswith("cuda"):
+    if ledger.trace.accelerated:
         return _on_cuda(ledger, time_ns)
     found = _nearest(ledger, "rss", time_ns)
     if found is None:

@@ -11,6 +11,7 @@ import click
 import torch
 import torch.distributed as dist
 
+from offload.device import default_device
 from zprof.bench.trials import gather
 
 __all__ = ["PREFIX"]
@@ -20,12 +21,16 @@ PREFIX = "zprof-bench-gather "
 
 def main(nbytes: int) -> None:
     """Join, measure, and let rank 0 say the least of all ranks' rates."""
-    cuda = torch.cuda.is_available() and dist.is_nccl_available()
-    if cuda:
-        torch.cuda.set_device(dist.get_node_local_rank())
-    dist.init_process_group("nccl" if cuda else "gloo")
+    device = default_device()
+    backend = dist.Backend.default_device_backend_map.get(device.type, "")
+    if device.type == "cpu" or not dist.is_backend_available(backend):
+        device, backend = torch.device("cpu"), "gloo"
+    else:
+        torch.accelerator.set_device_index(dist.get_node_local_rank())
+        device = default_device()
+    dist.init_process_group(backend)
     try:
-        rate = torch.tensor([gather(nbytes)], dtype=torch.float64, device="cuda" if cuda else "cpu")
+        rate = torch.tensor([gather(device, nbytes)], dtype=torch.float64, device=device)
         dist.all_reduce(rate, dist.ReduceOp.MIN)
         if dist.get_rank() == 0:
             click.echo(f"{PREFIX}{dist.get_backend()} {rate.item()}")

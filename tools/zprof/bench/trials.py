@@ -45,13 +45,13 @@ def _moved(out: torch.Tensor, source: torch.Tensor) -> None:
     ctypes.memmove(out.data_ptr(), source.data_ptr(), out.nbytes)
 
 
-def copies_to_device(nbytes: int) -> dict[str, float]:
-    """"h2d" and "d2h" in bytes a second, between page-locked host memory and the current GPU.
+def copies_to_device(on: torch.device, nbytes: int) -> dict[str, float]:
+    """"h2d" and "d2h" in bytes a second, between page-locked host memory and a GPU.
 
     Raises:
         CapabilityError: the driver does not let so much be page-locked.
     """
-    device = open_device(torch.device("cuda"))
+    device = open_device(on)
     pool = HostPool(device, slab_nbytes=nbytes)
     try:
         return _both_ways(device, pool.take(nbytes, "bench"))
@@ -90,21 +90,20 @@ def _out_and_in(file: DiskFile, buffer: torch.Tensor) -> dict[str, float]:
     return {"disk write": write, "disk read": _rate(buffer.nbytes, lambda: file.read(extent, buffer).wait())}
 
 
-def gather(nbytes: int) -> float:
-    """Bytes a second of an all-gather of ``nbytes`` (the gathered tensor) over this process group's ranks.
+def gather(on: torch.device, nbytes: int) -> float:
+    """Bytes a second of an all-gather of ``nbytes`` (the gathered tensor) on a device, over this process group's ranks.
 
     Call it on every rank of an initialised process group; each answers with its own rate.
     """
     import torch.distributed as dist
 
-    on = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     share = nbytes // dist.get_world_size()
     mine = torch.zeros(share, dtype=torch.uint8, device=on)
     full = torch.empty(share * dist.get_world_size(), dtype=torch.uint8, device=on)
 
     def move() -> None:
         dist.all_gather_into_tensor(full, mine)
-        if on.type == "cuda":
-            torch.cuda.synchronize()
+        if on.type != "cpu":
+            torch.accelerator.synchronize()
 
     return _rate(full.numel(), move)

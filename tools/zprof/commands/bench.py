@@ -162,23 +162,25 @@ def _disk(folder: Path, nbytes: int, now: str) -> list[Figure]:
 
 
 def _gpu(chosen: list[str], nbytes: int, now: str) -> list[Figure]:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise CapabilityError("h2d and d2h: expected a GPU that torch can use, found none; install a CUDA build of torch")
+    from offload.device import default_device, device_name
     from zprof.bench.trials import copies_to_device
 
-    rates = copies_to_device(nbytes)
-    return [Figure(name, rate, now, torch.cuda.get_device_name()) for name, rate in rates.items() if name in chosen]
+    device = default_device()
+    if device.type == "cpu":
+        raise CapabilityError("h2d and d2h: expected a GPU that torch can use, found none; install a CUDA build of torch")
+    rates = copies_to_device(device, nbytes)
+    return [Figure(name, rate, now, device_name(device)) for name, rate in rates.items() if name in chosen]
 
 
 def _gather(nbytes: int, ranks: int | None, now: str) -> Figure:
     """An all-gather over ranks of its own, started by torchrun."""
     import torch
 
+    from offload.device import default_device, device_name
     from zprof.bench.gather import PREFIX
 
-    gpus = torch.cuda.device_count()
+    device = default_device()
+    gpus = 0 if device.type == "cpu" else torch.accelerator.device_count()
     world = ranks or max(2, gpus)
     if 0 < gpus < world:
         found = f"{gpus} for {counted(world, 'rank')}"
@@ -196,7 +198,7 @@ def _gather(nbytes: int, ranks: int | None, now: str) -> Figure:
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         raise CapabilityError(f"gather: expected {world} ranks to finish, found exit code {done.returncode}: {last}")
     backend, rate = said[0].split()
-    return Figure("gather", float(rate), now, f"{backend} x {world}" if not gpus else torch.cuda.get_device_name())
+    return Figure("gather", float(rate), now, f"{backend} x {world}" if not gpus else device_name(device))
 
 
 def _plain(figure: DataclassInstance) -> dict[str, object]:

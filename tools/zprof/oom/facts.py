@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +24,7 @@ from offload.errors import BudgetError, PolicyError
 from offload.text import parse_size
 from zprof.oom.deaths import death_of
 from zprof.oom.to_come import to_come
+from zprof.recording.sampler import running_device
 from zprof.rows import RowKind
 
 if TYPE_CHECKING:
@@ -214,8 +214,7 @@ def _shm(text: str, key: str) -> Failure:
 
 def _tier() -> str:
     """A process on a CPU computes in host memory; beside a GPU it is the host tier that ran out."""
-    torch = sys.modules.get("torch")
-    return "host" if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized() else "device"
+    return "device" if running_device() is None else "host"
 
 
 def _budget(text: str) -> Failure:

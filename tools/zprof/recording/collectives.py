@@ -332,7 +332,7 @@ def _nbytes(value: Any) -> int:
 
 def _on_gpu(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.is_cuda
+        return not value.is_cpu and value.device.type != "virtual"
     return isinstance(value, (list, tuple)) and any(map(_on_gpu, value))
 
 

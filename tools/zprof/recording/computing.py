@@ -30,10 +30,12 @@ from torch.nn.modules import module as registry
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from offload.counting import again, counts, flops, moved, name_of
+from offload.device import device_name
 from zprof.clock import now_ns
 from zprof.recording.hooks import pop_when_safe, unchanged_when_left
 from zprof.recording.modules import Doing, Places
 from zprof.recording.quiet import Quiet, pop, push
+from zprof.recording.surroundings import device
 
 __all__ = ["Computing"]
 
@@ -309,4 +311,5 @@ def _compiled() -> bool:
 
 
 def _device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu"
+    found = device()
+    return "cpu" if found is None else device_name(torch.device(found))

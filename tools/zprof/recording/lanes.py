@@ -16,15 +16,14 @@ Note: [Hidden waits]
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from offload.events import CAPTURED, During, Event, TimeMark
+from zprof.recording.surroundings import device
 from zprof.rows import QUEUED, RowKind
 
 __all__ = ["LANES", "Lanes", "here"]
@@ -169,17 +168,17 @@ class Lanes:
 
 
 def here() -> TimeMark | None:
-    """The point that this thread's CUDA stream has been given work up to; None where CUDA does not run."""
-    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
-    running = getattr(cuda, "is_initialized", None)
-    if running is None or not running():
+    """The point that this thread's stream of the device in use has been given work up to; None where there is none."""
+    found = device()
+    if found is None:
         return None
     try:
         import torch
 
-        from offload.device import cuda_calls
+        from offload.device import calls_of
 
-        return cuda_calls(torch.device("cuda", cuda.current_device())).clock.mark()
+        calls = calls_of(torch.device(found))
+        return None if calls is None else calls.clock.mark()
     except (RuntimeError, AttributeError):
         # Another torch, or a device that failed: the script must not hear of it from here.
         return None

@@ -24,6 +24,7 @@ __all__ = [
     "TorchSampler",
     "cgroup_folder",
     "process_samplers",
+    "running_device",
     "torch_devices",
     "torch_uuids",
 ]
@@ -34,6 +35,10 @@ Reading = tuple[str, str, int]
 _FILE_CACHE = {"memory.current": (b"inactive_file", b"active_file")}
 _FILE_CACHE_V1 = (b"total_inactive_file", b"total_active_file")
 _SHARED, _SHARED_V1 = b"shmem", b"total_shmem"
+
+_BUILT_IN = ("cuda", "xpu", "mtia")
+#: Names of torch's for a type that nobody has registered, and for zhooks' device on paper.
+_NO_DEVICE = ("privateuseone", "virtual")
 
 
 class Sampler(Protocol):
@@ -92,29 +97,28 @@ class ProcessSampler:
 
 
 class TorchSampler:
-    """Bytes of torch's CUDA allocators: "cuda allocated" and "cuda reserved" a device, and "pinned" host memory.
+    """Bytes of torch's allocator for a device: "cuda allocated" and "cuda reserved" a device, of whatever type, and "pinned"
+    host memory.
 
-    It looks only at a torch that is imported and whose CUDA runs; it starts neither.
+    It looks only at a torch that is imported and whose device runs; it starts neither.
     """
 
     def sample(self) -> Sequence[Reading]:
-        cuda = _running("cuda")
-        if cuda is None:
+        found = running_device()
+        if found is None:
             return ()
+        kind, module = found
         readings: list[Reading] = []
         try:
-            for index in range(cuda.device_count()):
-                # Nested as the allocator gives it: flattening two hundred counters takes longer than asking for them.
-                stats = cuda.memory_stats_as_nested_dict(index)
-                for name in ("allocated", "reserved"):
-                    level = stats.get(f"{name}_bytes", {}).get("all", {}).get("current")
+            for index in range(module.device_count()):
+                for name, level in zip(("allocated", "reserved"), _levels(module, index), strict=True):
                     if isinstance(level, int):
-                        readings.append((f"cuda {name}", f"cuda:{index}", level))
-            host = cuda.host_memory_stats() if hasattr(cuda, "host_memory_stats") else {}
+                        readings.append((f"cuda {name}", f"{kind}:{index}", level))
+            host = module.host_memory_stats() if hasattr(module, "host_memory_stats") else {}
             pinned = host.get("allocated_bytes.current")
             if isinstance(pinned, int):
                 readings.append(("pinned", "", pinned))
-        except (AttributeError, RuntimeError, AssertionError, KeyError, TypeError):
+        except (AttributeError, RuntimeError, AssertionError, KeyError, TypeError, ValueError):
             # A device that failed, or a torch that is shutting down: the process will say so itself.
             return readings
         return readings
@@ -191,8 +195,32 @@ def _below(path: PurePosixPath, mounted: PurePosixPath, point: PurePosixPath) ->
     return str(point / inside).lstrip("/")
 
 
+def running_device() -> tuple[str, Any] | None:
+    """The type of device that torch computes on and its module, where torch is imported and the device runs."""
+    core = getattr(sys.modules.get("torch"), "_C", None)
+    registered = getattr(core, "_get_privateuse1_backend_name", None)
+    # What others have registered, but for the virtual device, which has no memory; then what torch comes with.
+    for kind in (*([registered()] if registered is not None else []), *_BUILT_IN):
+        module = None if kind in _NO_DEVICE else _running(kind)
+        if module is not None:
+            return kind, module
+    return None
+
+
+def _levels(module: Any, index: int) -> list[Any]:
+    """Bytes allocated and reserved of a device, as its allocator counts them; None of one that does not."""
+    nested = getattr(module, "memory_stats_as_nested_dict", None)
+    if nested is not None:
+        # As the allocator gives it: flattening two hundred counters takes longer than asking for them.
+        stats = nested(index)
+        return [stats.get(f"{name}_bytes", {}).get("all", {}).get("current") for name in ("allocated", "reserved")]
+    asked = getattr(module, "memory_stats", None) or sys.modules["torch"].accelerator.memory_stats
+    stats = asked(index)
+    return [stats.get(f"{name}_bytes.all.current") for name in ("allocated", "reserved")]
+
+
 def _running(kind: str) -> Any:
-    """torch.cuda or torch.xpu where torch is imported and it runs, else None."""
+    """torch's module of a type of device, where torch is imported and it runs, else None."""
     module = getattr(sys.modules.get("torch"), kind, None)
     try:
         # While torch is still being imported its parts come one by one.

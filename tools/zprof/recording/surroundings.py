@@ -14,6 +14,7 @@ from typing import Any
 
 from zprof.clock import boot_ns, now_ns, wall_ns
 from zprof.recording.processes import stat_of
+from zprof.recording.sampler import running_device
 from zprof.trace.header import Header, here
 
 __all__ = ["device", "header", "local_rank", "process_ns", "ranks"]
@@ -77,11 +78,10 @@ def local_rank() -> int:
 
 
 def device() -> str | None:
-    """The CUDA device in use; None before CUDA runs, for to ask then would start it, on a device nobody chose."""
-    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
-    running = getattr(cuda, "is_initialized", None)
+    """The accelerator in use; None before it runs, for to ask then would start it, on a device nobody chose."""
+    found = running_device()
     try:
-        return f"cuda:{cuda.current_device()}" if running is not None and running() else None
+        return f"{found[0]}:{found[1].current_device()}" if found is not None else None
     except (RuntimeError, AssertionError, AttributeError):
         # A device that failed answers everything with its error; the script has it already.
         return None

@@ -100,6 +100,11 @@ class Trace:
         return named[-1] if named else self.header.device
 
     @property
+    def accelerated(self) -> bool:
+        """What computed has memory and streams of its own, which no simulation has."""
+        return self.device.partition(":")[0] not in ("cpu", "virtual")
+
+    @property
     def level(self) -> str:
         """How finely it was recorded: the header's level, or "ops" where operators were asked for beside it."""
         return "ops" if self.notes(WINDOW) else self.header.level

@@ -50,7 +50,7 @@ def residual(
     rows += _of("communication", "buffers", ledger, tiers)
     for line in reconciliation:
         if line["name"] in _UNUSED:
-            tier = "device" if line["said"].startswith("cuda") else "host"
+            tier = "device" if line["said"].startswith("cuda ") else "host"
             rows.append(_row(_UNUSED[line["name"]], tier, line["bytes"], None, seen_by="sampler"))
     return {"rows": rows, "formula": None if layers is None else _facts(layers)}
 
