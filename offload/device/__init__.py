@@ -11,6 +11,7 @@ from offload.device.reserved import can_reserve, grain_of, reserve
 from offload.device.stream_device import StreamCalls
 from offload.device.streams import OneStream, StreamUses, beside, bus_of, calls_of, keep, lane_of, one_stream
 from offload.device.torch_module import (
+    checkpoint_keeps_generator,
     default_device,
     device_guard,
     device_name,
@@ -40,6 +41,7 @@ __all__ = [
     "bus_of",
     "calls_of",
     "can_reserve",
+    "checkpoint_keeps_generator",
     "computes_on_host",
     "default_device",
     "device_guard",

@@ -7,7 +7,7 @@ registered under ``PrivateUse1``.  Backends differ in what they have, so each qu
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ from offload.errors import CapabilityError
 from offload.virtual import NAME
 
 __all__ = [
+    "checkpoint_keeps_generator",
     "default_device",
     "device_guard",
     "device_name",
@@ -131,6 +132,16 @@ def device_name(device: torch.device) -> str:
 def has_generator(device: torch.device) -> bool:
     """The device has a random generator beside the CPU's."""
     return device.type not in _HOST_TYPES
+
+
+def checkpoint_keeps_generator(device: torch.device, given: Iterable[Tensor]) -> bool:
+    """``torch.utils.checkpoint`` of a function of ``given`` runs it again with the device's random numbers of the first run.
+
+    It asks the module for ``_initialized``, which not every type's has, and keeps the generators of the inputs' devices alone.
+    """
+    if not has_generator(device):
+        return True
+    return bool(getattr(module_of(device), "_initialized", False)) and any(tensor.device == device for tensor in given)
 
 
 def random_state(device: torch.device) -> Tensor:

@@ -41,6 +41,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from offload.device import checkpoint_keeps_generator, random_state, set_random_state
 from offload.errors import CapabilityError, ShardedOpError
 from offload.text import counted
 from zhooks import tree
@@ -261,6 +262,23 @@ class _Counted:
         self._around.__exit__(*exc)
 
 
+class _SameRandom:
+    """Around a second forward: the device's generator is as the first one found it, and afterwards as it was."""
+
+    def __init__(self, device: torch.device, around: AbstractContextManager[None]) -> None:
+        self._device, self._around = device, around
+        self._first = self._before = random_state(device)
+
+    def __enter__(self) -> None:
+        self._around.__enter__()
+        self._before = random_state(self._device)
+        set_random_state(self._device, self._first)
+
+    def __exit__(self, *exc: Any) -> None:
+        set_random_state(self._device, self._before)
+        self._around.__exit__(*exc)
+
+
 @dataclass(slots=True)
 class _Open:
     """A first forward under way, torch's checkpoint around it, and how often the module has entered itself."""
@@ -317,7 +335,10 @@ class Recompute:
         rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         found = Found(rest, unit.name)
         kept, state = buffers.keep(), attributes.keep()
-        around = _Again(kept, state, unit.flats, unit.name)
+        around: AbstractContextManager[None] = _Again(kept, state, unit.flats, unit.name)
+        device = unit.flats[0].kind.device
+        if not checkpoint_keeps_generator(device, given):
+            around = _SameRandom(device, around)
 
         def run(*tensors: Tensor) -> None:
             filled = found.again()
