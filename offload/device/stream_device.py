@@ -321,7 +321,8 @@ class _PinnedMemory:
     def tensor(self, start: int, nbytes: int) -> Tensor:
         assert self._block is not None, "host memory that was closed"
         begin = self._start + start
-        return over(memoryview(self._block.numpy())[begin : begin + round_up(nbytes)], nbytes)
+        buffer: Any = self._block.numpy()
+        return over(memoryview(buffer)[begin : begin + round_up(nbytes)], nbytes)
 
     def close(self) -> None:
         self._block = None

@@ -99,8 +99,10 @@ def started_device() -> torch.device | None:
 
 def current_index(device: torch.device) -> int:
     """The index of the device of this type that the thread computes on."""
-    if device.index is not None:
-        return device.index
+    # torch's types say that it always has one.
+    index: int | None = device.index
+    if index is not None:
+        return index
     current = function_of(device, "current_device", "current_device_index")
     return 0 if current is None else int(current())
 

@@ -24,6 +24,7 @@ from tests.support.activation_nets import Block, Net, built, step_of
 from tests.support.inside import runtime_of
 from tests.support.paths import ROOT
 from tests.support.values import same
+from zhooks.activation import recompute
 
 POLICY: dict[str, Any] = {"units": {"min_numel": 0}, "activation": {"checkpoint": "unit"}}
 HOST: dict[str, Any] = {"units": {"min_numel": 0}, "activation": {"checkpoint": "unit", "tier": "host", "min_bytes": 0}}
@@ -527,3 +528,33 @@ def test_a_forward_that_writes_a_tensor_of_its_module_in_place_is_refused() -> N
         model(torch.ones(4, 8))
     attachment.detach()
     model(torch.ones(4, 8)).sum().backward()
+
+
+def test_a_second_forward_finds_the_random_numbers_of_a_device_that_torchs_checkpoint_does_not_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A generator of its own stands for the device's."""
+    generator = torch.Generator()
+
+    class Dropping(Block):
+        def forward(self, x: Tensor, scale: Tensor | None = None, *, shift: dict[str, Tensor] | None = None) -> Tensor:
+            return super().forward(x, scale, shift=shift) * torch.rand(x.shape, generator=generator)
+
+    def gradients(policy: dict[str, Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        generator.manual_seed(1)
+        model = nn.Sequential(Dropping(), Dropping())
+        attachment = zhooks.attach(model, policy=policy)
+        x = torch.randn(3, 8, requires_grad=True)
+        model(x).square().sum().backward()
+        found = [param.grad.full_tensor() for param in model.parameters()]
+        attachment.detach()
+        return [*found, torch.rand(2, generator=generator)]
+
+    monkeypatch.setattr(recompute, "checkpoint_keeps_generator", lambda device, given: False)
+    monkeypatch.setattr(recompute, "random_state", lambda device: generator.get_state())
+    monkeypatch.setattr(recompute, "set_random_state", lambda device, state: generator.set_state(state))
+    policy = {"units": {"classes": ["Dropping"], "min_numel": 0}}
+    wanted = gradients(policy)
+    again = gradients({**policy, "activation": {"checkpoint": "unit"}})
+    assert all(map(torch.equal, wanted, again))

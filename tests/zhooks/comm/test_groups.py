@@ -89,3 +89,26 @@ def test_on_a_gpu_groups_are_connected_at_once_and_the_control_channel_has_gloo_
             with pytest.raises((RuntimeError, AssertionError), match=r"(?i)cuda|nvidia"):
                 opened.world.broadcast(Call(CONTROL, "broadcast parameters", "unit"), torch.zeros(HOST_NBYTES))
         opened.close()
+
+
+@on_ranks(2)
+def test_the_groups_of_any_device_have_the_backend_of_its_type() -> None:
+    device = torch.device("maia", 0)
+    for config, registered, said in (
+        ("cpu:gloo,maia:own", {}, None),
+        ("maia:own", {}, "cpu:gloo,maia:own"),
+        ("cpu:gloo", {"maia": "own"}, "cpu:gloo,maia:own"),
+    ):
+        with pytest.MonkeyPatch.context() as patched:
+            counted = Counted(patched)
+            patched.setattr(dist, "get_backend_config", lambda group=None, config=config: config)
+            patched.setattr(dist.Backend, "default_device_backend_map", registered)
+            opened = open_comm(resolve(None), Policy(), device)
+            assert counted.made[-1] == {"device_id": device, "backend": said}, config
+            assert isinstance(opened.shard, Stock)
+            opened.close()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo")
+        patched.setattr(dist.Backend, "default_device_backend_map", {})
+        with pytest.raises(zhooks.CapabilityError, match="to have a backend for parameters on maia, found cpu:gloo"):
+            open_comm(resolve(None), Policy(), device)
