@@ -23,6 +23,7 @@ from zprof.gpu.counters import Total
 from zprof.gpu.devices import Device, visible_devices
 from zprof.gpu.sampling import open_gpus
 from zprof.gpu.vendors import throttles
+from zprof.recording import surroundings
 from zprof.recording.sampler import ProcessSampler, ReplaySampler, TorchSampler, cgroup_folder, process_samplers, torch_uuids
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -424,6 +425,21 @@ def test_torch_is_sampled_once_its_cuda_runs_and_never_before(monkeypatch: pytes
     assert TorchSampler().sample() == [] and torch_uuids() is None
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
     assert TorchSampler().sample() == ()
+
+
+def test_the_allocator_of_any_type_of_device_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = {"allocated_bytes.all.current": 5, "reserved_bytes.all.current": 8}
+    module = SimpleNamespace(
+        is_initialized=lambda: True, device_count=lambda: 1, current_device=lambda: 0, memory_stats=lambda index: levels
+    )
+    names = SimpleNamespace(_get_privateuse1_backend_name=lambda: "maia")
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(_C=names, maia=module))
+    assert TorchSampler().sample() == [("cuda allocated", "maia:0", 5), ("cuda reserved", "maia:0", 8)]
+    assert surroundings.device() == "maia:0"
+    # The device on paper has no memory, and a simulation's times are the machine's.
+    names._get_privateuse1_backend_name = lambda: "virtual"
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(_C=names, virtual=module))
+    assert TorchSampler().sample() == () and surroundings.device() is None
 
 
 def test_nothing_to_read_is_no_reading(tmp_path: Path) -> None:
