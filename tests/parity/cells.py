@@ -40,11 +40,28 @@ FACTORS: dict[str, tuple[Choice, ...]] = {
     # reserved: [device] arena for all that lives long.
     "arena": ("loose", "reserved"),
     "activation": ("kept", "recomputed"),
+    "device": ("cpu",),
 }
 
 # Choices that are tried by name: in every pair they would cost the covering array a row for each model. host30: all on
 # the host but the states of 30 % of the elements, which stay on the device.
-BY_NAME: dict[str, tuple[Choice, ...]] = {"tier": ("host30", "host70", "disk30", "disk70")}
+BY_NAME: dict[str, tuple[Choice, ...]] = {
+    "tier": ("host30", "host70", "disk30", "disk70"),
+    "activation": ("onhost",),
+    "device": ("eager", "lazy", "random1", "random2", "random3"),
+}
+
+# What is tried on the asynchronous accelerator: the device is the schedule of its streams. What only concerns how a number is
+# computed (models, optimizers) is the CPU matrix's; there is one transport.
+ON_ACCELERATOR: dict[str, tuple[Choice, ...]] = FACTORS | {
+    "model": ("gpt", "mlp", "lstm", "mixture"),
+    "world": (2, 1),
+    "optimizer": ("adamw", "adamwforeach", "written"),
+    "transport": ("auto",),
+    "tier": ("device", "host", "disk", "states", "mixed", "ruled"),
+    "activation": ("kept", "recomputed", "onhost"),
+    "device": ("lazy", "random1", "random2", "random3"),
+}
 
 # Parameter, gradient, optimizer.
 TIERS = {
@@ -77,6 +94,7 @@ class Cell:
     buffers: str = "whole"
     arena: str = "loose"
     activation: str = "kept"
+    device: str = "cpu"
 
     @property
     def name(self) -> str:
@@ -101,6 +119,11 @@ class Cell:
                 raise ValueError(f"{name}: {factor}: expected one of {', '.join(spelled)}, found {word}")
             row[factor] = spelled[word]
         return cell_of(row)
+
+    @property
+    def accelerated(self) -> bool:
+        """On the accelerator; ``device`` is then the schedule."""
+        return self.device != "cpu"
 
     @property
     def micro_steps(self) -> int:
@@ -139,6 +162,8 @@ class Cell:
             policy["device"] = {"arena": "all"}
         if self.activation == "recomputed":
             policy["activation"] = {"checkpoint": "unit"}
+        if self.activation == "onhost":
+            policy["activation"] = {"tier": "host", "min_bytes": 1}
         return policy | self._placed()
 
     def _placed(self) -> dict[str, Any]:

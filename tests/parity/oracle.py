@@ -94,14 +94,29 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 
 def build_scaler(cell: Cell) -> torch.amp.GradScaler:
     """The scaler both sides use; only fp16 turns it on."""
-    return torch.amp.GradScaler("cpu", init_scale=LOSS_SCALE, enabled=cell.precision == "fp16")
+    return torch.amp.GradScaler("accel" if cell.accelerated else "cpu", init_scale=LOSS_SCALE, enabled=cell.precision == "fp16")
+
+
+def device_of(cell: Cell, rank: int) -> torch.device:
+    """Where that rank of the cell trains; on the accelerator, whose streams run in the cell's order from now on."""
+    if not cell.accelerated:
+        return torch.device("cpu")
+    mode, seed = ("random", int(cell.device[-1])) if cell.device.startswith("random") else (cell.device, 0)
+    torch.accel.native.set_schedule(mode, 10 * seed + rank)  # type: ignore[attr-defined]
+    return torch.device("accel", rank)
+
+
+def train_by_name(name: str) -> Record:
+    """`train`, for a process that has the accelerator: its kernels are not in all things the CPU's."""
+    return train(Cell.parse(name))
 
 
 @functools.cache
 def train(cell: Cell) -> Record:
     """Train the cell's model plainly on all ranks' data; the record is shared by all who ask for this cell."""
     specimen = ZOO[cell.model]
-    model = specimen.build(SEED)
+    device = device_of(cell, 0)
+    model = specimen.build(SEED).to(device)
     ranks = Ranks(model, cell)
     optimizer = OPTIMIZERS[cell.optimizer](model.parameters())
     scaler = build_scaler(cell)
@@ -118,7 +133,7 @@ def train(cell: Cell) -> Record:
         record.losses.extend(losses)
         if scaler.is_enabled():
             # Only scale() makes the scaler's own tensors; the oracle scaled the loss by hand.
-            scaler.scale(torch.zeros(()))
+            scaler.scale(torch.zeros((), device=device))
         if cell.clip == "clipped":
             scaler.unscale_(optimizer)
             record.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)))
@@ -153,7 +168,8 @@ class Ranks:
         averaged = [p.grad for p in worked]
         for p, grad in zip(worked, self._grads[rank], strict=True):
             p.grad = grad if p.dtype == torch.float32 else None
-        loss = specimen.loss(self._working, specimen.batch(number, rank, self._cell.world))
+        batch = tuple(tensor.to(worked[0].device) for tensor in specimen.batch(number, rank, self._cell.world))
+        loss = specimen.loss(self._working, batch)
         (loss / self._cell.micro_steps * scale).backward()
         for place, p in enumerate(worked):
             kept = self._grads[rank][place]
@@ -211,4 +227,8 @@ def working_copy(model: nn.Module, precision: str) -> nn.Module:
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
     """A copy of the model's whole state dict."""
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return on_host({name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
+
+
+def on_host(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in state.items()}

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parity.cells import Cell
-from tests.parity.oracle import CLIP_NORM, OPTIMIZERS, SEED, STEPS, Record, build_scaler
+from tests.parity.oracle import CLIP_NORM, OPTIMIZERS, SEED, STEPS, Record, build_scaler, device_of, on_host
 from tests.support.zoo import ZOO
 
 JOB = "tests.parity.run:train"
@@ -25,17 +25,19 @@ def train(name: str) -> Record:
     cell = Cell.parse(name)
     rank = dist.get_rank() if dist.is_initialized() else 0
     specimen = ZOO[cell.model]
+    device = device_of(cell, rank)
     # Ranks other than 0 start from other weights: attach makes them equal to rank 0's.
-    model = specimen.build(SEED + rank)
+    model = specimen.build(SEED + rank).to(device)
     attachment = zhooks.attach(model, policy=cell.policy())
     optimizer = OPTIMIZERS[cell.optimizer](model.parameters())
     scaler = build_scaler(cell)
-    record = Record(start=attachment.state_dict().get("model", {}))
+    record = Record(start=on_host(attachment.state_dict().get("model", {})))
     for step in range(STEPS):
         for micro in range(cell.micro_steps):
             last = micro == cell.micro_steps - 1
             with attachment.no_sync() if cell.quiet and not last else nullcontext():
-                loss = specimen.loss(model, specimen.batch(step * cell.micro_steps + micro, rank, cell.world))
+                batch = specimen.batch(step * cell.micro_steps + micro, rank, cell.world)
+                loss = specimen.loss(model, tuple(tensor.to(device) for tensor in batch))
                 scaler.scale(loss / cell.micro_steps).backward()
             record.losses.append([loss.item()])
         if cell.clip == "clipped":
@@ -44,7 +46,7 @@ def train(name: str) -> Record:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    record.final = attachment.state_dict().get("model", {})
+    record.final = on_host(attachment.state_dict().get("model", {}))
     attachment.detach()
     return record
 

@@ -6,17 +6,33 @@ more to read. It never states a tolerance: closeness.py does.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from tests.parity import oracle, run
-from tests.parity.cells import BY_NAME, FACTORS, Cell, cell_of, pairwise, sample, why_excluded
+from tests.parity.cells import BY_NAME, FACTORS, ON_ACCELERATOR, Cell, cell_of, pairwise, sample, why_excluded
 from tests.parity.closeness import EXACT, REORDERED, differences, state_differences, tolerance_of
 from tests.support.ranks import Pool
 
 COVERING = [pytest.param(cell_of(row).name, id=cell_of(row).name) for row in pairwise(FACTORS, why_excluded)]
 SAMPLED = [pytest.param(cell_of(row).name, id=cell_of(row).name) for row in sample(400, seed=20250101)]
+
+
+ACCELERATED = [pytest.param(cell_of(row).name, id=cell_of(row).name) for row in pairwise(ON_ACCELERATOR, why_excluded)]
+PRODUCT = [
+    pytest.param(cell.name, id=cell.name)
+    for stage, tier, precision, activation, world, device in itertools.product(
+        *(ON_ACCELERATOR[factor] for factor in ("stage", "tier", "precision", "activation", "world", "device"))
+    )
+    if isinstance(stage, int) and isinstance(world, int)
+    for cell in [
+        Cell("gpt", stage, str(precision), world, "twice", optimizer="adamw", tier=str(tier), activation=str(activation), device=str(device))
+    ]
+]
 
 
 @pytest.mark.parametrize("name", COVERING)
@@ -54,9 +70,36 @@ def test_states_divided_over_the_device_and_a_tier_train_as_plain_ones(
     hold_to_the_oracle(cell, ranks)
 
 
+@pytest.mark.parametrize("name", ACCELERATED)
+def test_training_on_the_accelerator_equals_plain_training_on_it(name: str, accelerators: Callable[[int], Pool]) -> None:
+    hold_to_its_oracle(Cell.parse(name), accelerators)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRODUCT)
+def test_every_stage_tier_precision_and_activation_trains_on_the_accelerator(
+    name: str, accelerators: Callable[[int], Pool]
+) -> None:
+    hold_to_its_oracle(Cell.parse(name), accelerators)
+
+
 def hold_to_the_oracle(cell: Cell, ranks: Callable[[int], Pool]) -> None:
     found = run.gather(ranks(cell.world).run(run.JOB, name=cell.name))
-    expected = oracle.train(cell)
+    compare(cell, found, oracle.train(cell))
+
+
+def hold_to_its_oracle(cell: Cell, accelerators: Callable[[int], Pool]) -> None:
+    found = run.gather(accelerators(cell.world).run(run.JOB, name=cell.name))
+    compare(cell, found, _plain_on_accelerator(replace(cell, device="eager"), accelerators))
+
+
+@functools.cache
+def _plain_on_accelerator(cell: Cell, accelerators: Callable[[int], Pool]) -> oracle.Record:
+    record: oracle.Record = accelerators(1).run("tests.parity.oracle:train_by_name", name=cell.name)[0]
+    return record
+
+
+def compare(cell: Cell, found: oracle.Record, expected: oracle.Record) -> None:
     lines = state_differences(found.start, expected.start, {}, EXACT)
     assert not lines, "\n".join(["the state after attach is not rank 0's own", *lines])
     lines = differences(found, expected, tolerance_of(cell))

@@ -4,6 +4,8 @@
 // A program that orders its work by events and streams gets the same bits under every order; one that forgot a wait does not.
 #pragma once
 
+#include <Python.h>
+
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
@@ -14,11 +16,37 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 namespace accel {
+
+// Without Python's lock while it lives, if this thread has it. What runs on the device may need Python's lock (Gloo's flight
+// recorder does), so nobody may wait for the device, nor for a lock of ours, and keep Python's.
+class WithoutPython {
+ public:
+  WithoutPython() : state_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutPython() {
+    if (state_ != nullptr) PyEval_RestoreThread(state_);
+  }
+  WithoutPython(const WithoutPython&) = delete;
+  WithoutPython& operator=(const WithoutPython&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+// A lock of ours.
+inline std::unique_lock<std::mutex> locked(std::mutex& mutex) {
+  std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    WithoutPython without;
+    lock.lock();
+  }
+  return lock;
+}
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 

@@ -206,7 +206,7 @@ struct Caching final : c10::DeviceAllocator {
 
   Block* take(c10::DeviceIndex device, size_t requested) {
     check_failed();
-    std::lock_guard<std::mutex> lock(mutex);
+    auto lock = locked(mutex);
     reap();
     auto stream = current_stream(device).id();
     size_t nbytes = rounded(requested);
@@ -257,7 +257,7 @@ struct Caching final : c10::DeviceAllocator {
   }
 
   void put_back(void* address) {
-    std::lock_guard<std::mutex> lock(mutex);
+    auto lock = locked(mutex);
     auto found = allocated.find(address);
     if (found == allocated.end()) return;
     auto* block = found->second;
@@ -297,23 +297,23 @@ struct Caching final : c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {
     for (c10::DeviceIndex device = 0; device < device_count(); ++device) host_wait_device(device, "empty_cache");
-    std::lock_guard<std::mutex> lock(mutex);
+    auto lock = locked(mutex);
     reap();
     for (c10::DeviceIndex device = 0; device < device_count(); ++device) host_wait_device(device, "empty_cache");
     give_back(-1);
   }
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
-    std::lock_guard<std::mutex> lock(mutex);
+    auto lock = locked(mutex);
     auto found = allocated.find(data.get_context());
     if (found != allocated.end() && found->second->stream != stream.id()) found->second->users.insert(stream.id());
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
-    std::lock_guard<std::mutex> lock(mutex);
+    auto lock = locked(mutex);
     return stats[device < 0 ? current_device() : device];
   }
   template <typename Do>
   void each(c10::DeviceIndex device, Do act) {
-    std::lock_guard<std::mutex> lock(mutex);
+    auto lock = locked(mutex);
     auto& stat = stats[device < 0 ? current_device() : device];
     for (auto* array : {&stat.allocation, &stat.segment, &stat.active, &stat.inactive_split, &stat.allocated_bytes,
                         &stat.reserved_bytes, &stat.active_bytes, &stat.inactive_split_bytes, &stat.requested_bytes}) {
@@ -328,7 +328,7 @@ struct Caching final : c10::DeviceAllocator {
     each(device, [](auto& stat) { stat.reset_peak(); });
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
-    std::lock_guard<std::mutex> lock(mutex);
+    auto lock = locked(mutex);
     if (device < 0) device = current_device();
     return {limits[device] - std::min(limits[device], reserved[device]), limits[device]};
   }
@@ -344,18 +344,18 @@ c10::DeviceAllocator* allocator() {
 }
 
 void set_memory_limit(c10::DeviceIndex device, size_t nbytes) {
-  std::lock_guard<std::mutex> lock(caching().mutex);
+  auto lock = locked(caching().mutex);
   caching().limits[device] = std::min(nbytes, capacity());
 }
 
 void fail_allocation_in(int64_t n) {
-  std::lock_guard<std::mutex> lock(caching().mutex);
+  auto lock = locked(caching().mutex);
   caching().fail_in = n;
 }
 
 std::vector<SegmentSeen> segments() {
   auto& here = caching();
-  std::lock_guard<std::mutex> lock(here.mutex);
+  auto lock = locked(here.mutex);
   std::vector<SegmentSeen> seen;
   for (const auto& [address, first] : here.all) {
     if (first->before != nullptr) continue;
@@ -375,7 +375,7 @@ std::vector<SegmentSeen> segments() {
 
 void record_history(bool on, size_t most) {
   auto& here = caching();
-  std::lock_guard<std::mutex> lock(here.mutex);
+  auto lock = locked(here.mutex);
   here.recording = on;
   here.most_rows = most;
   if (on) return;
@@ -384,7 +384,7 @@ void record_history(bool on, size_t most) {
 
 std::vector<HistoryRow> history(c10::DeviceIndex device) {
   auto& here = caching();
-  std::lock_guard<std::mutex> lock(here.mutex);
+  auto lock = locked(here.mutex);
   return {here.rows[device].begin(), here.rows[device].end()};
 }
 

@@ -124,7 +124,7 @@ void reap(PinnedTable& table) {
 void free_pinned(void* address) {
   if (address == nullptr) return;
   auto& table = pinned();
-  std::lock_guard<std::mutex> lock(table.mutex);
+  auto lock = locked(table.mutex);
   auto found = table.ranges.find(reinterpret_cast<uintptr_t>(address));
   if (found == table.ranges.end()) return;
   table.nbytes -= found->second.nbytes;
@@ -139,7 +139,7 @@ struct PinnedAllocator final : c10::Allocator {
     void* address = std::aligned_alloc(kPage, whole);
     TORCH_CHECK(address != nullptr, "accel: no ", nbytes, " B of host memory to pin");
     auto& table = pinned();
-    std::lock_guard<std::mutex> lock(table.mutex);
+    auto lock = locked(table.mutex);
     reap(table);
     table.ranges[reinterpret_cast<uintptr_t>(address)] = Pinned{whole, true, {}};
     table.nbytes += whole;
@@ -170,7 +170,7 @@ c10::DeviceIndex device_of(const void* address) {
 
 void* reserve(c10::DeviceIndex device, size_t nbytes) {
   auto& here = arena();
-  std::lock_guard<std::mutex> lock(here.mutex);
+  auto lock = locked(here.mutex);
   auto& gaps = here.gaps[device];
   for (auto gap = gaps.begin(); gap != gaps.end(); ++gap) {
     if (gap->second < nbytes) continue;
@@ -184,7 +184,7 @@ void* reserve(c10::DeviceIndex device, size_t nbytes) {
 
 void release(void* address, size_t nbytes) {
   auto& here = arena();
-  std::lock_guard<std::mutex> lock(here.mutex);
+  auto lock = locked(here.mutex);
   auto offset = static_cast<size_t>(static_cast<char*>(address) - g_device_base);
   fallocate(here.file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), static_cast<off_t>(nbytes));
   auto& gaps = here.gaps[offset / here.each];
@@ -210,19 +210,19 @@ c10::Allocator* pinned_allocator() {
 
 bool is_pinned(const void* address) {
   auto& table = pinned();
-  std::lock_guard<std::mutex> lock(table.mutex);
+  auto lock = locked(table.mutex);
   return find_pinned(table, address) != table.ranges.end();
 }
 
 size_t pinned_nbytes() {
   auto& table = pinned();
-  std::lock_guard<std::mutex> lock(table.mutex);
+  auto lock = locked(table.mutex);
   return table.nbytes;
 }
 
 bool register_host(void* address, size_t nbytes) {
   auto& table = pinned();
-  std::lock_guard<std::mutex> lock(table.mutex);
+  auto lock = locked(table.mutex);
   if (find_pinned(table, address) != table.ranges.end()) return false;
   table.ranges[reinterpret_cast<uintptr_t>(address)] = Pinned{nbytes, false, {}};
   table.nbytes += nbytes;
@@ -233,7 +233,7 @@ bool unregister_host(void* address) {
   // As the driver does: nothing may be under way in memory that stops being known.
   for (c10::DeviceIndex device = 0; device < device_count(); ++device) host_wait_device(device, "unregister");
   auto& table = pinned();
-  std::lock_guard<std::mutex> lock(table.mutex);
+  auto lock = locked(table.mutex);
   auto found = table.ranges.find(reinterpret_cast<uintptr_t>(address));
   if (found == table.ranges.end() || found->second.ours) return false;
   table.nbytes -= found->second.nbytes;
@@ -244,7 +244,7 @@ bool unregister_host(void* address) {
 // A copy uses this pinned memory until `user` has passed; see operators.cpp.
 void use_pinned(const void* address, const Mark& user) {
   auto& table = pinned();
-  std::lock_guard<std::mutex> lock(table.mutex);
+  auto lock = locked(table.mutex);
   auto found = find_pinned(table, address);
   if (found == table.ranges.end()) return;
   auto& users = found->second.users;

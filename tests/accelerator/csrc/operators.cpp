@@ -307,8 +307,12 @@ void run_now(const c10::OperatorHandle& op, const Facts& facts, const std::vecto
   auto uploaded = [&](const at::Tensor& tensor) -> at::Tensor {
     if (!tensor.defined() || !tensor.device().is_cpu()) return tensor;
     auto result = fresh(tensor, device);
-    Quiet quiet;
-    if (tensor.numel() > 0) kernel_alias(result).copy_(tensor);
+    if (tensor.numel() == 0) return result;
+    // By an entry: what the stream queued before, poison of the memory's last owner among it, comes first.
+    enqueue(current_stream(device.index()), {facts.name, kernel_cost(tensor.nbytes()), [to = kernel_alias(result), tensor] {
+              Quiet quiet;
+              to.copy_(tensor);
+            }, nullptr, nullptr, nullptr});
     return result;
   };
   for (auto& value : made) value = converted(value, uploaded, device);
@@ -369,10 +373,17 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* 
     Quiet quiet;
     for (const auto& value : values) inputs.push_back(converted(value, as_kernel, at::kCPU));
   }
+  // Some of the CPU's kernels resize an `out` on the way; a view of the device's memory cannot be, so it is given an empty one.
+  std::vector<std::pair<size_t, at::Tensor>> outs;
+  for (size_t place = 0; facts.has_out && place < count; ++place) {
+    if (schema.arguments()[place].is_out() && inputs[place].isTensor()) outs.emplace_back(place, inputs[place].toTensor());
+  }
   auto seed = seed_of(facts, values, device);
-  auto kernel = [op, &facts, inputs = std::move(inputs), targets = std::move(targets), seed] {
+  auto kernel = [op, &facts, inputs = std::move(inputs), outs = std::move(outs), targets = std::move(targets), seed]() mutable {
     Quiet quiet;
+    for (auto& [place, out] : outs) inputs[place] = at::empty({0}, out.options());
     auto computed = run_on_cpu(op, facts, inputs, seed);
+    for (auto& [place, out] : outs) land(out, inputs[place]);
     for (size_t result = 0; result < targets.size(); ++result) land(targets[result], computed[result]);
   };
   enqueue(current_stream(device.index()), {facts.name, kernel_cost(nbytes_of(values) + nbytes_of(made)), std::move(kernel), nullptr, nullptr, nullptr});

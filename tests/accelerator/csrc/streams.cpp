@@ -274,7 +274,7 @@ void pump() {
     if (all.closed) return;
     if (all.collectives == 0) continue;
     if (Clock::now().time_since_epoch() - Clock::duration(all.last_call) < kIdle) continue;
-    std::lock_guard<std::mutex> lock(all.mutex);
+    auto lock = locked(all.mutex);
     if (all.closed) return;
     for (auto& [key, line] : all.lines) {
       bool needed = false;
@@ -307,7 +307,7 @@ void push(Scheduler& all, Stream& line, Queued queued) {
 }
 
 std::string failure_of(Scheduler& all) {
-  std::lock_guard<std::mutex> lock(all.mutex);
+  auto lock = locked(all.mutex);
   return all.failure;
 }
 
@@ -324,14 +324,14 @@ bool has_failed() { return !failure_of(scheduler()).empty(); }
 
 void forget_failure() {
   auto& all = scheduler();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  auto lock = locked(all.mutex);
   all.failure.clear();
 }
 
 void enqueue(const c10::Stream& stream, Entry entry) {
   check_failed();
   auto& all = scheduler();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  auto lock = locked(all.mutex);
   if (entry.over) {
     ++all.collectives;
     entry.started->stream = &line_of(all, stream);
@@ -346,13 +346,13 @@ void enqueue(const c10::Stream& stream, Entry entry) {
 
 void freed(const c10::Stream& stream, char* address, size_t nbytes) {
   auto& all = scheduler();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  auto lock = locked(all.mutex);
   line_of(all, stream).freed.push_back({address, nbytes});
 }
 
 void reused(const c10::Stream& stream, char* address, size_t nbytes) {
   auto& all = scheduler();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  auto lock = locked(all.mutex);
   auto& line = line_of(all, stream);
   std::vector<Range> still;
   for (const auto& range : line.freed) {
@@ -371,7 +371,7 @@ void reused(const c10::Stream& stream, char* address, size_t nbytes) {
 
 Mark mark(const c10::Stream& stream) {
   auto& all = scheduler();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  auto lock = locked(all.mutex);
   auto& line = line_of(all, stream);
   auto made = std::make_shared<Record>();
   made->stream = &line;
@@ -382,14 +382,14 @@ Mark mark(const c10::Stream& stream) {
 
 void wait(const c10::Stream& stream, const Mark& mark) {
   auto& all = scheduler();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  auto lock = locked(all.mutex);
   push(all, line_of(all, stream), {{}, mark, nullptr, 0});
   let_run(all);
 }
 
 bool passed(const Mark& mark) {
   auto& all = scheduler();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  auto lock = locked(all.mutex);
   touch(all);
   return mark->done;
 }
@@ -397,7 +397,8 @@ bool passed(const Mark& mark) {
 void host_wait(const Mark& mark, const char* why) {
   auto& all = scheduler();
   {
-    std::unique_lock<std::mutex> lock(all.mutex);
+    WithoutPython without;
+    auto lock = locked(all.mutex);
     ++all.waits[why];
     run_until(all, lock, *mark);
     all.host_us = std::max(all.host_us, mark->time_us);
@@ -408,7 +409,8 @@ void host_wait(const Mark& mark, const char* why) {
 void host_wait_device(c10::DeviceIndex device, const char* why) {
   auto& all = scheduler();
   {
-    std::unique_lock<std::mutex> lock(all.mutex);
+    WithoutPython without;
+    auto lock = locked(all.mutex);
     ++all.waits[why];
     std::vector<Mark> ends;
     for (auto& [key, line] : all.lines) {
@@ -444,14 +446,14 @@ c10::Stream current_stream(c10::DeviceIndex device) {
 
 c10::Stream new_stream(c10::DeviceIndex device) {
   auto& all = scheduler();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  auto lock = locked(all.mutex);
   return c10::Stream(c10::Stream::UNSAFE, {kType, device < 0 ? t_device : device}, ++all.next_id[device]);
 }
 
 void set_schedule(const std::string& mode, uint64_t seed, int changes, int length) {
   for (c10::DeviceIndex device = 0; device < device_count(); ++device) host_wait_device(device, "schedule");
   auto& all = scheduler();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  auto lock = locked(all.mutex);
   TORCH_CHECK(mode == "eager" || mode == "lazy" || mode == "random", "accel: a schedule is eager, lazy or random, not ", mode);
   all.mode = mode == "eager" ? Mode::Eager : mode == "lazy" ? Mode::Lazy : Mode::Random;
   all.seed = seed;
@@ -472,55 +474,55 @@ void set_schedule(const std::string& mode, uint64_t seed, int changes, int lengt
 
 void close() {
   auto& all = scheduler();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  auto lock = locked(all.mutex);
   all.closed = true;
 }
 
 std::map<std::string, int64_t> host_waits() {
   auto& all = scheduler();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  auto lock = locked(all.mutex);
   return all.waits;
 }
 
 void reset_host_waits() {
   auto& all = scheduler();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  auto lock = locked(all.mutex);
   all.waits.clear();
 }
 
 void set_tracing(bool on) {
   auto& all = scheduler();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  auto lock = locked(all.mutex);
   all.tracing = on;
 }
 
 std::vector<Ran> take_trace() {
   auto& all = scheduler();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  auto lock = locked(all.mutex);
   return std::exchange(all.trace, {});
 }
 
 void fail_kernel_in(int64_t n) {
   auto& all = scheduler();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  auto lock = locked(all.mutex);
   all.fail_in = n;
 }
 
 void hang_collective_in(int64_t n) {
   auto& all = scheduler();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  auto lock = locked(all.mutex);
   all.hang_in = n;
 }
 
 bool this_collective_hangs() {
   auto& all = scheduler();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  auto lock = locked(all.mutex);
   return all.hang_in > 0 && --all.hang_in == 0;
 }
 
 void set_copy_nbytes_per_us(double device_to_host, double host_to_device) {
   auto& all = scheduler();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  auto lock = locked(all.mutex);
   all.down_nbytes_per_us = device_to_host;
   all.up_nbytes_per_us = host_to_device;
 }
@@ -586,7 +588,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override {
     check_failed();
     auto& all = scheduler();
-    std::lock_guard<std::mutex> lock(all.mutex);
+    auto lock = locked(all.mutex);
     return line_of(all, stream).entries.empty();
   }
   void synchronizeStream(const c10::Stream& stream) const override { host_wait(mark(stream), "stream"); }
