@@ -1,21 +1,26 @@
 """Models built under ``torch.device("meta")``: give each unit memory and values just before it is sharded.
 
 ``shard.py`` hands it every group in turn, then the buffers.  No more than one unit is whole at a time.  It never guesses
-a value: what no initialiser fills was refused by name (``plan/initialisers.py``).
+a value: what has no initialiser was refused before (``plan/initialisers.py``), what an initialiser leaves out is refused here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from offload.errors import AttachError
+from offload.virtual import NAME
 from zhooks import tree
 from zhooks.comm import CONTROL, Call, Comm, Transport, all_or_none
 from zhooks.layout import Division, Group, Ignored, part_of
 from zhooks.plan import initialiser_of, is_meta
+
+#: A byte of memory that no initialiser has written yet; no float or integer of it is a usual initial value.
+_UNWRITTEN = 0xA5
 
 
 class Materializer:
@@ -35,6 +40,16 @@ class Materializer:
         self._done: set[int] = set()
         # Judged before anything has memory; a module's parameters may be placed before it is filled.
         self._meta = [module for module in tree.modules(model) if is_meta(module)]
+        #: Names and places of tensors on meta, by module; each is marked once, whichever of its modules is filled first.
+        self._unmarked: dict[int, list[tuple[str, dict[str, Any], str]]] = {}
+        for prefix, module in tree.named_modules(model):
+            for table in (module._parameters, module._buffers):
+                for key, tensor in table.items():
+                    if tensor is not None and tensor.device.type == "meta" and device.type != NAME:
+                        name = f"{prefix}.{key}" if prefix else key
+                        self._unmarked.setdefault(id(module), []).append((name, cast("dict[str, Any]", table), key))
+        self._marked: list[tuple[str, dict[str, Any], str, Tensor]] = []
+        self._seen: set[int] = set()
         self._owners: dict[int, list[int]] = {}
         for place, module in enumerate(self._meta):
             for param in tree.own_parameters(module):
@@ -46,6 +61,7 @@ class Materializer:
         for module in [self._meta[place] for place in sorted(places)]:
             if id(module) not in self._done:
                 self._fill(module)
+        self._check()
 
     def buffers(self, comm: Comm) -> None:
         """Fill modules that own only buffers, then make all buffers equal to rank 0's, tp included where it has them whole."""
@@ -53,6 +69,7 @@ class Materializer:
             for module in self._meta:
                 if id(module) not in self._done:
                     self._fill(module)
+            self._check()
         if self.sync:
             for name, buffer in self._ignored.named_buffers(self.model):
                 division = Division.of(buffer)
@@ -83,13 +100,49 @@ class Materializer:
         initialise = self._init or initialiser_of(self.model, module)
         assert initialise is not None
         with torch.no_grad():
+            for name, table, key in self._unmarked.get(id(module), ()):
+                if id(table[key]) not in self._seen and part_of(table[key]).numel():
+                    self._seen.add(id(table[key]))
+                    memory = _bytes_of(part_of(table[key])).fill_(_UNWRITTEN)
+                    self._marked.append((name, table, key, memory))
             initialise(module)
+
+    def _check(self) -> None:
+        """What has been filled since the last time has values.
+
+        Raises:
+            AttachError: an initialiser wrote nothing to a tensor.
+        """
+        marked, self._marked = self._marked, []
+        left = [
+            name
+            for name, table, key, memory in marked
+            if part_of(table[key]).data_ptr() == memory.data_ptr() and _unwritten(memory, table[key].element_size())
+        ]
+        if left:
+            by = "init" if self._init is not None else "reset_parameters and _init_weights"
+            raise AttachError(
+                f"attach: expected {by} to fill every parameter and buffer of a model on meta, found nothing written to "
+                f"{', '.join(left[:5])}{' ...' if len(left) > 5 else ''}. A value computed in __init__ is lost on meta: pass "
+                "init=function(module) that computes it."
+            )
 
 
 def _real(tensor: Tensor, device: torch.device) -> Tensor:
     """Memory for a tensor that has none; what is a DTensor stays one."""
     division, memory = Division.of(tensor), torch.empty_like(part_of(tensor), device=device)
     return memory if division is None else division.wrap(memory)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _unwritten(memory: Tensor, size: int) -> bool:
+    """All of it is as it was marked; the elements at its ends say so of most tensors, without a comparison of the whole."""
+    ends = all(bool((end == _UNWRITTEN).all()) for end in (memory[:size], memory[-size:]))
+    return ends and bool((memory == _UNWRITTEN).all())
 
 
 def swap_memory(param: nn.Parameter, memory: Tensor) -> None:

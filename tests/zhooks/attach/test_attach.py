@@ -365,6 +365,56 @@ def test_the_rule_of_a_model_built_on_meta_wins_over_its_modules_own_reset() -> 
     assert 0 < state["inner.bias"].abs().max() <= 0.125
 
 
+class Scaled(nn.Module):
+    """What its ``__init__`` computes is lost on meta; ``reset_parameters`` fills as much as it is told to."""
+
+    steps: Tensor
+
+    def __init__(self, written: tuple[str, ...]) -> None:
+        super().__init__()
+        self.written = written
+        self.scale = nn.Parameter(torch.ones(4, 2).t())
+        self.register_buffer("steps", torch.arange(4), persistent=False)
+        self.register_buffer("mask", torch.ones(4, dtype=torch.bool))
+        self.register_buffer("nothing", torch.empty(0))
+        self.register_buffer("count", torch.tensor(0))
+
+    def reset_parameters(self) -> None:
+        for name in self.written:
+            tensor = getattr(self, name)
+            tensor.data.zero_() if isinstance(tensor, nn.Parameter) else setattr(self, name, torch.zeros_like(tensor))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.sum() * self.steps
+
+
+@on_ranks(2, left=((), ("scale",), ("steps",), ("mask", "count")), stage=STAGES)
+def test_what_an_initialiser_of_a_meta_model_leaves_out_is_refused(left: tuple[str, ...], stage: int) -> None:
+    with torch.device("meta"):
+        model: Any = nn.Sequential(nn.Linear(4, 4), Scaled(tuple({"scale", "steps", "mask", "count"} - set(left))))
+    policy = {"stage": stage, "units": {"min_numel": 0}}
+    if not left:
+        zhooks.attach(model, policy=policy)
+        assert not model[1].scale.full_tensor().any()
+        assert not model[1].steps.any()
+        return
+    names = ", ".join(f"1.{name}" for name in left)
+    with pytest.raises(zhooks.AttachError, match=f"reset_parameters and _init_weights to fill every .* written to {names}. A"):
+        zhooks.attach(model, policy=policy)
+
+
+def test_a_function_that_skips_modules_of_a_meta_model_is_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+
+    with pytest.raises(zhooks.AttachError, match=r"expected init to fill every .* nothing written to 1\.weight, 1\.bias\. A"):
+        zhooks.attach(model, init=init)
+
+
 @on_ranks(2)
 def test_tied_parameters_of_a_meta_model_stay_tied() -> None:
     with torch.device("meta"):
