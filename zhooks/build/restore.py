@@ -17,7 +17,7 @@ from zhooks.run import rehook
 from zhooks.tensor import ParamShard, ShardedTensor
 from zhooks.unit import Flat, Ranges, Unit, all_copies, loose_references
 
-__all__ = ["restore_units", "swap_out"]
+__all__ = ["restore_units", "swap", "swap_out"]
 
 
 def restore_units(
@@ -69,9 +69,33 @@ def swap_out(spec: ParamShard, param: nn.Parameter, plain: nn.Parameter) -> None
         if key not in ("_at", "_on", "_spec", "_bound", "_origin"):
             setattr(plain, key, value)
     param.grad = None
-    with torch._C.DisableTorchFunctionSubclass():
-        torch.utils.swap_tensors(param, plain)
+    swap(param, plain)
     rehook(param, spec)
+
+
+def swap(param: nn.Parameter, made: nn.Parameter) -> None:
+    """Exchange the tensors of two parameters, past what a sharded one answers itself.
+
+    Of one that was frozen while a graph (an earlier loss) still refers to it, torch asks for the node of the graph that keeps
+    it, which autograd gives of what requires grad alone.
+
+    Raises:
+        RuntimeError: something else refers to one of them.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        kept = (
+            param._use_count() > 1  # type: ignore[attr-defined]
+            and not param.requires_grad
+            and (param.is_floating_point() or param.is_complex())
+        )
+        if kept:
+            param.requires_grad_(True)
+        try:
+            torch.utils.swap_tensors(param, made)
+        except RuntimeError:
+            if kept:
+                param.requires_grad_(False)
+            raise
 
 
 def _plain_states(flat: Flat, optimizer: torch.optim.Optimizer, narrow: bool) -> None:

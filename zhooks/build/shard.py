@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from offload.errors import AttachError
 from zhooks.build.materialize import Materializer, swap_memory
-from zhooks.build.restore import swap_out
+from zhooks.build.restore import swap, swap_out
 from zhooks.comm import CONTROL, Call, Comm, all_or_none
 from zhooks.layout import FlatPlan, Group, Keeps, UnitPlan, part_of
 from zhooks.plan import Plan
@@ -187,8 +187,7 @@ def _swap_in(flat: Flat, index: int, param: nn.Parameter) -> None:
     own_grad, param.grad = param.grad, None
     _drop_hooks(param)
     try:
-        with torch._C.DisableTorchFunctionSubclass():
-            torch.utils.swap_tensors(param, made)
+        swap(param, made)
     except RuntimeError as error:
         bare._backward_hooks, bare._post_accumulate_grad_hooks, bare.grad = hooks, post, own_grad
         raise AttachError(

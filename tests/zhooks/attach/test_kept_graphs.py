@@ -96,3 +96,21 @@ def test_a_wrapper_that_lives_beside_the_model_is_refused_as_what_it_is() -> Non
         zhooks.attach(wrapped)
     del wrapped
     zhooks.attach(model).detach()
+
+
+@on_ranks(1, 2, stage=(0, 1, 3))
+def test_a_model_frozen_while_an_earlier_loss_is_kept_is_attached_and_detached(stage: int) -> None:
+    plain, model = net(), net()
+    model.load_state_dict(plain.state_dict())
+    kept = [model(BATCH).square().mean()]
+    kept[0].backward()
+    model.requires_grad_(False)
+    attachment = zhooks.attach(model, policy={"stage": stage, "units": {"min_numel": 0}})
+    model[0].requires_grad_(True)
+    kept.append(model(BATCH).square().mean())
+    kept[1].backward()
+    model.requires_grad_(False)
+    attachment.detach()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True))
+    assert not any(param.requires_grad for param in model.parameters())
+    assert torch.equal(model(BATCH), plain(BATCH))
