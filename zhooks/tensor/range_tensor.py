@@ -46,9 +46,11 @@ class ParamShard:
     """
 
     __slots__ = (
-        "__weakref__", "aliases", "contiguous", "device", "division", "dtype", "group", "hooks", "index", "name", "part_shape",
-        "part_stride", "pieces", "place", "post_hooks", "shape", "stride", "views",
+        "__weakref__", "_key", "aliases", "contiguous", "device", "division", "dtype", "group", "hooks", "index", "name",
+        "part_shape", "part_stride", "pieces", "place", "post_hooks", "shape", "stride", "views",
     )  # fmt: skip
+
+    _key: tuple[Any, ...]
 
     def __init__(
         self, name: str, like: Tensor, group: ShardGroup, index: int, pieces: tuple[Piece, ...], device: torch.device
@@ -84,7 +86,13 @@ class ParamShard:
         return self
 
     def key(self) -> tuple[Any, ...]:
-        return (self.shape, self.stride, self.place, self.pieces)
+        """Two are equal where every rank has the same elements of both, which each rank finds alike: some then gather."""
+        if not hasattr(self, "_key"):
+            layout, held = self.group.layout, []
+            for rank in range(layout.world):
+                held.append(tuple((piece.start, piece.numel) for piece in layout.pieces(self.index, rank)))
+            self._key = (self.shape, self.stride, self.place, self.group.transport.axis.ranks, tuple(held))
+        return self._key
 
     def within(self, flat: Tensor, start: int) -> Tensor:
         """The part, in its shape, at ``start`` of a flat tensor, wherever that lies in its storage."""

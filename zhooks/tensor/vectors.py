@@ -73,7 +73,7 @@ class VectorShard(ParamShard):
         self.aliases, self.views = WeakValueDictionary(), WeakValueDictionary()
 
     def key(self) -> tuple[Any, ...]:
-        return (*super().key(), tuple(part.shape for part in self.parts))
+        return tuple(part.key() for part in self.parts)
 
 
 def _not_together(part: ParamShard, first: ParamShard) -> str:

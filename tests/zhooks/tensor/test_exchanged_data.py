@@ -324,3 +324,50 @@ def test_swapping_an_attached_parameter_for_another_is_refused_and_nothing_chang
     assert same(full(net), before) and net.second.bias is kept
     attachment.detach()
     assert same(net.parameters(), before)
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.weight = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.shift
+
+
+class TwoBranches(nn.Module):
+    """A frozen branch beside each layer that trains, as an adapter and its average: two flats of one unit, cut unlike.
+
+    On two ranks each weight is on one of them, at other places of the two flats: of the other rank's both are empty.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trained = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.average = nn.ModuleList(Shifted().requires_grad_(False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for trained, average in zip(self.trained, self.average, strict=True):
+            x = trained(x) + average(x)
+        return x
+
+
+def averaged(model: TwoBranches) -> list[Tensor]:
+    pairs: list[Any] = [(one.weight, other.weight) for one, other in zip(model.trained, model.average, strict=True)]
+    with torch.no_grad():
+        for trained, average in pairs:
+            average.copy_(trained)
+        first = model(torch.ones(2, 8))
+        for trained, average in pairs:
+            average.mul_(0.5).add_(trained, alpha=0.25)
+        torch._foreach_lerp_([average for _, average in pairs], [trained for trained, _ in pairs], 0.5)
+        return [first, model(torch.ones(2, 8)), pairs[0][0] - pairs[0][1], torch.add(*pairs[1])]
+
+
+@on_ranks(1, 2, stage=(0, 1, 2, 3))
+def test_parameters_meet_others_of_which_only_some_ranks_have_the_same_elements(stage: int) -> None:
+    expected = averaged(TwoBranches())
+    model = TwoBranches()
+    zhooks.attach(model, policy={"stage": stage, "units": {"min_numel": 10000}})
+    assert same([whole(value) for value in averaged(model)], expected)
