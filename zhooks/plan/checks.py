@@ -334,7 +334,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, i
     if others() and gc.collect() >= 0 and (names := others()):
         raise AttachError(
             f"attach: expected an optimizer without state, found {names[0]} with state for this model. Pass it: "
-            "attach(model, optimizer)."
+            "attach(model, optimizer); or, if a new one replaces it, delete it and its schedulers before attach."
         )
 
 

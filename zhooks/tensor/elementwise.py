@@ -453,14 +453,19 @@ def _copied_out(tensor: RangeTensor) -> ShardedOpError:
 def refuse(func: Any, tensor: RangeTensor, *, writes: bool = False) -> Any:
     """Raise the error of an operation that needs more than a range."""
     name, spec = func._schema.name.split("::")[1], tensor._spec
-    if writes:
+    if writes and tensor._bound is not None:
         advice = "To write it, use `with attachment.gathered(parameter, write=True):`, or copy_() the whole value."
+    elif writes:
+        advice = "To write it, assign (tensor[index] = value), or copy_() the whole value."
     elif stepping():
         advice = "Its optimizer needs whole parameters. Use one that updates each element by itself (AdamW, SGD)."
     elif tensor._origin is not None:
         advice = "It was changed in place with values of this rank's own. Compute with the parameter's full_tensor()."
     else:
-        advice = "It is a gradient or an optimizer state. Use its full_tensor(), on every rank."
+        advice = (
+            "It is a gradient or an optimizer state. Read its full_tensor(), on every rank; to change rows of it, assign them: "
+            "tensor[index] = value."
+        )
     raise ShardedOpError(
         f"{name} on the sharded tensor of {spec.name} {tuple(tensor.shape)}: expected an element-wise operation or a total, "
         f"because a rank has a range of it; found one that needs whole rows or matrices. {advice}"

@@ -244,7 +244,11 @@ def test_an_optimizer_with_state_that_was_not_passed_is_refused_and_accepted_whe
         "attach: expected an optimizer without state, found AdamW with state for this model. Pass it: attach(model, optimizer)"
     )
     refused(zhooks.AttachError, words, lambda: zhooks.attach(model), model)
-    zhooks.attach(model, optimizer)
+    zhooks.attach(model, optimizer).detach()
+    with pytest.raises(zhooks.AttachError, match="if a new one replaces it, delete it and its schedulers before attach"):
+        zhooks.attach(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    zhooks.attach(model)
     step(model, optimizer)
 
 

@@ -430,6 +430,27 @@ def test_rows_and_matrices_of_a_gradient_are_refused_by_name() -> None:
         torch_copies["copy"](torch.empty(5, 6), grad)
 
 
+def imul(grad: Tensor) -> None:
+    grad[1:3] *= 2
+
+
+@on_ranks(1, 2)
+def test_a_write_to_rows_of_a_gradient_is_refused_with_what_to_write_which_works() -> None:
+    model, _, _ = attached()
+    with torch.no_grad():
+        grad: Any = grad_of(model.linear.weight)
+        rows = torch.tensor([0, 4])
+        for write in (imul, lambda grad: grad[0].zero_(), lambda grad: grad.index_fill_(0, rows, 1.0)):
+            with pytest.raises(zhooks.ShardedOpError, match=r"assign.* ?\(?tensor\[index\] = value"):
+                write(grad)
+        wanted = grad.full_tensor()
+        imul(wanted)
+        wanted[rows] = 1.0
+        grad[1:3] = grad.full_tensor()[1:3] * 2
+        grad[rows] = 1.0
+        assert torch.equal(grad.full_tensor(), wanted)
+
+
 @on_ranks(1, 2)
 def test_a_list_and_an_array_of_a_gradient_are_refused() -> None:
     model, _, _ = attached()
