@@ -152,8 +152,8 @@ class ShardGroup:
         if transport.closed:
             raise ShardedOpError(
                 f"tensor of {name}: expected an attached model, found that it was detached, so that its ranks no longer "
-                "exchange values. Call full_tensor() or compute norms before detach(), or use the plain model; to_local() "
-                "still returns this rank's range."
+                "exchange values. Call full_tensor() and read norms (norm.item()) before detach(), or use the plain model; "
+                "to_local() still returns this rank's range."
             )
 
     def ranks(self) -> tuple[int, ...]:

@@ -106,6 +106,20 @@ def test_a_state_of_another_layout_loads_whole_while_its_ranks_still_meet_and_is
 # ---- deep copies
 
 
+@on_ranks(2)
+def test_a_norm_that_is_read_before_detach_is_there_after_and_another_says_to_read_it() -> None:
+    model = net()
+    wanted = model[0].weight.norm().item()
+    attachment = zhooks.attach(model)
+    with torch.no_grad():
+        read, kept = model[0].weight.norm(), model[0].weight.norm()
+    read.item()
+    attachment.detach()
+    assert read.item() == pytest.approx(wanted)
+    with pytest.raises(zhooks.ShardedOpError, match=r"read norms \(norm\.item\(\)\) before detach\(\)"):
+        kept.item()
+
+
 @on_ranks(1, 2, stage=(0, 1, 3))
 def test_a_deep_copy_of_the_model_is_an_average_one_can_update(stage: int) -> None:
     model, plain = net(), net()
