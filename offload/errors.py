@@ -25,7 +25,7 @@ __all__ = [
 
 
 class ZhooksError(Exception):
-    """Base class of all errors raised deliberately; messages name subject, expected, found and what to do."""
+    """Base class of all errors raised deliberately; messages say what failed, expected, found, what to do."""
 
 
 class PolicyError(ZhooksError, ValueError):

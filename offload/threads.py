@@ -133,7 +133,7 @@ def _refused(name: str, count: int, error: RuntimeError) -> CapabilityError:
     if (pids := _cgroup_pids()) is not None:
         limits.append(f"pids.max {pids} of the control group")
     return CapabilityError(
-        f"cannot start thread {name} of {count}: expected the system to allow it, found {error} ({', '.join(limits)}); raise "
+        f"cannot start thread {name} of {count}. Expected the system to allow it, found {error} ({', '.join(limits)}); raise "
         "ulimit -u or the container's limit on processes, lower [disk] threads, or start fewer ranks or data loaders here"
     )
 

@@ -446,6 +446,17 @@ def nothing_prints(sources: list[Source]) -> list[str]:
     ]
 
 
+def errors_begin_with_a_sentence(sources: list[Source]) -> list[str]:
+    return [
+        here.finding(node, "': expected': begin with a sentence, such as Cannot load run-3.")
+        for here in of_packages(sources, "zhooks", "offload")
+        # A file's problems are listed one a line, each after its place.
+        if not here.path.startswith("offload/documents/")
+        for node in here.nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and ": expected " in node.value
+    ]
+
+
 def clocks_only_in_events_and_comm(sources: list[Source]) -> list[str]:
     return [
         here.finding(node, f"{name} outside offload/events.py and zhooks/comm*.py: emit an event")

@@ -15,6 +15,7 @@ from tests.source_rules import (
     clocks_only_in_events_and_comm,
     collectives_only_in_comm,
     devices_are_named_at_the_seam,
+    errors_begin_with_a_sentence,
     factories_name_device_and_dtype,
     hooks_only_in_their_files,
     import_targets,
@@ -60,6 +61,10 @@ def test_no_module_imports_itself_round_a_corner() -> None:
 
 def test_collectives_are_called_only_in_comm() -> None:
     keeps(collectives_only_in_comm)
+
+
+def test_errors_begin_with_a_sentence() -> None:
+    keeps(errors_begin_with_a_sentence)
 
 
 def test_factories_name_device_and_dtype() -> None:
@@ -173,6 +178,7 @@ BROKEN: list[tuple[Rule, str, str, str]] = [
         "from torch.distributed import distributed_c10d as c\nc._get_default_store().check(['key'])",
         ":2: torch.distributed.distributed_c10d._get_default_store",
     ),
+    (errors_begin_with_a_sentence, "zhooks/attach.py", "f'{verb}: expected a model, found {kind}.'", ":1: ': expected'"),
     (stores_only_in_their_file, "zhooks/attach.py", "import torch.distributed as d\nd.TCPStore('h', 1)", ":2: torch.dist"),
     (hooks_only_in_their_files, "zhooks/unit/unit.py", "m.register_forward_pre_hook(f)", ":1: .register_forward_pre_hook"),
     (hooks_only_in_their_files, "zhooks/unit/unit.py", "m.register_full_backward_hook(f)", ":1: .register_full_backward"),

@@ -228,7 +228,7 @@ class Attachment(
 
         def __getattr__(self, name: str) -> NoReturn:
             instead = f"; {_IN_PLACE}: model.{name}" if hasattr(nn.Module, name) else ""
-            raise AttributeError(f"Attachment: expected an attribute of it, found {name}{instead}.", name=name, obj=self)
+            raise AttributeError(f"Attachment has no attribute {name}{instead}.", name=name, obj=self)
 
     def _training_begins(self) -> None:
         """A training pass begins, on every rank.  Collective."""
@@ -279,7 +279,7 @@ class Attachment(
             self._runtime.reducer.reduce_owed()
             optimizers = self._optimizers.with_ranges("detach")
             self._runtime.members.barred = (
-                "forward: expected a completed detach(), found one that failed halfway. Call detach() again."
+                "forward expected a completed detach(), found one that failed halfway. Call detach() again."
             )
             self._make_plain(optimizers)
         everybody = torch.zeros(1, dtype=torch.float32, device="cpu")
@@ -390,7 +390,7 @@ class Attachment(
         self._check_attached("observe")
         if not callable(getattr(observer, "on_event", None)):
             raise AttachError(
-                f"observe: expected an observer with a method on_event(event), found {type(observer).__name__}. Pass a "
+                f"observe expected an observer with a method on_event(event), found {type(observer).__name__}. Pass a "
                 "Recorder, or your own object with this method."
             )
         return Observation(self._bus, observer)

@@ -82,7 +82,7 @@ def kernels_refused() -> Iterator[None]:
         if known is None or not isinstance(error, known.BackendCompilerFailed):
             raise
         raise SimulationError(
-            'simulate: expected code that is not compiled, or with backend="aot_eager", because the cost of compiled kernels '
+            'simulate expected code that is not compiled, or with backend="aot_eager", because the cost of compiled kernels '
             'is '
             f"known only on their device; found {type(error).__name__}: {str(error).splitlines()[0]}. Simulate it "
             'uncompiled, inside torch.compiler.set_stance("force_eager"): fused kernels are faster and save other activations.'

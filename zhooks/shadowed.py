@@ -13,7 +13,7 @@ def _check() -> None:
     found = None if spec is None else spec.origin
     if found is not None and not (Path(found).parent / "policy").is_dir():
         raise ImportError(
-            f"zhooks: expected its package offload, found {found}, which has the same name and comes first on sys.path. "
+            f"zhooks expected its package offload, found {found}, which has the same name and comes first on sys.path. "
             "Rename yours.",
             name="offload",
             path=found,

@@ -63,7 +63,7 @@ class TiledLinear(nn.Module):
     ) -> None:
         super().__init__()
         if not (isinstance(tiles, (tuple, list)) and len(tiles) == 2 and all(isinstance(count, int) for count in tiles)):
-            raise LayoutError(f"TiledLinear: expected tiles=(chunks of the outputs, chunks of the inputs), found {tiles!r}.")
+            raise LayoutError(f"TiledLinear expected tiles=(chunks of the outputs, chunks of the inputs), found {tiles!r}.")
         self.in_features, self.out_features, self.shape = in_features, out_features, tiles
         self._outs, self._ins = _parts(out_features, tiles[0]), _parts(in_features, tiles[1])
         # The first tile of a row of them has the bias: it is added once.
@@ -84,7 +84,7 @@ class TiledLinear(nn.Module):
             LayoutError: ``linear`` is not an ``nn.Linear``.
         """
         if not isinstance(linear, nn.Linear):
-            raise LayoutError(f"TiledLinear.of: expected an nn.Linear, found {type(linear).__name__}. Only a Linear is tiled.")
+            raise LayoutError(f"TiledLinear.of expected an nn.Linear, found {type(linear).__name__}. Only a Linear is tiled.")
         weight = linear.weight
         made = cls(
             linear.in_features,
@@ -172,7 +172,7 @@ def _parts(features: int, count: int) -> Sequence[int]:
     """``features`` in ``count`` parts as even as can be."""
     if not 1 <= count <= features:
         raise LayoutError(
-            f"TiledLinear: expected from 1 to {features} tiles over {features} features, found {count}. Choose fewer tiles."
+            f"TiledLinear expected from 1 to {features} tiles over {features} features, found {count}. Choose fewer tiles."
         )
     small, more = divmod(features, count)
     return [small + 1] * more + [small] * (count - more)

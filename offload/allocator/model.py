@@ -190,7 +190,7 @@ def _loops() -> tuple[Any, Any]:
         # Whatever numba, llvmlite or the dynamic linker raises is the reason.
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise CapabilityError(f"replay: expected numba to work here, found {reason}; install numba>=0.60") from error
+            raise CapabilityError(f"replay needs numba to work here, found {reason}; install numba>=0.60") from error
 
 
 def _imported() -> tuple[Any, Any]:

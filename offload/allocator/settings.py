@@ -158,7 +158,7 @@ class _Tokens:
 
 def _refused(what: str, expected: str, found: str, remedy: str = "") -> PolicyError:
     remedy = remedy or "write them as for PYTORCH_ALLOC_CONF, e.g. expandable_segments:True"
-    return PolicyError(f"allocator settings: {what}: expected {expected}, found {found}; {remedy}")
+    return PolicyError(f"allocator settings are not valid: {what}. Expected {expected}, found {found}; {remedy}")
 
 
 def _whole(tokens: _Tokens, key: str, expected: str) -> int:

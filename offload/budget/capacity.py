@@ -150,6 +150,6 @@ def _refuse(said: str, wanted: int, ranks: Ranks, bounds: list[Bound], remedy: s
     together = ranks.under(worst)
     total = "" if together == 1 else f", {as_size(wanted * together)} for {together} ranks"
     raise BudgetError(
-        f"preflight: expected {said}{total}; {worst.name} leaves {as_size(max(0, worst.free))}, {as_size(short[worst])} short; "
+        f"preflight expected {said}{total}; {worst.name} leaves {as_size(max(0, worst.free))}, {as_size(short[worst])} short; "
         f"{worst.remedy}, or {remedy}"
     )

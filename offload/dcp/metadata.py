@@ -200,6 +200,6 @@ def _text(value: Any) -> str:
 def refused(path: Path, found: str) -> CheckpointError:
     """Why a folder cannot be read."""
     return CheckpointError(
-        f"{path}: expected a folder that torch.distributed.checkpoint wrote, found {one_line(found)[:400]}. Copy it again, or "
-        "read it with dcp.load in the program that saved it."
+        f"Cannot read {path}. Expected a folder that torch.distributed.checkpoint wrote, found {one_line(found)[:400]}. Copy "
+        "it again, or read it with dcp.load in the program that saved it."
     )

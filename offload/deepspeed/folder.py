@@ -145,7 +145,7 @@ def _in_order(path: Path, found: dict[re.Match[str], Path]) -> tuple[Path, ...]:
 def refused(path: Path, found: str) -> CheckpointError:
     """Why a folder is none that can be read."""
     return CheckpointError(
-        f"{path}: expected a checkpoint that DeepSpeed saved at ZeRO stage 1, 2 or 3 over data-parallel ranks, or its "
-        f"universal one, found {one_line(found)[:400]}. Name that folder, copy it again, or write full weights with DeepSpeed "
-        "(its zero_to_fp32.py) and load those."
+        f"Cannot read {path}. Expected a checkpoint that DeepSpeed saved at ZeRO stage 1, 2 or 3 over data-parallel ranks, or "
+        f"its universal one, found {one_line(found)[:400]}. Name that folder, copy it again, or write full weights with "
+        "DeepSpeed (its zero_to_fp32.py) and load those."
     )

@@ -160,5 +160,5 @@ class Device(ABC):
 
 def failed(key: str, error: Exception) -> TierError:
     """The error of a copy that failed."""
-    what = f"found {type(error).__name__}: {error}"
-    return TierError(f"copy of {key or 'a block'}: expected it to finish, {what}; the memory it wrote to is undefined")
+    what = f"{type(error).__name__}: {error}"
+    return TierError(f"The copy of {key or 'a block'} did not finish: {what}; the memory it wrote to is undefined")

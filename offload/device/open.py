@@ -36,7 +36,7 @@ def open_device(device: torch.device, *, addresses_host: bool | None = None) -> 
         return CpuDevice(torch.device("cpu"), addresses_host is not False)
     why = unavailable(device)
     if why:
-        raise CapabilityError(f"device {device}: {why}")
+        raise CapabilityError(f"Cannot use device {device}. {why}")
     if addresses_host:
         raise CapabilityError(f"device {device}: it computes on its own memory only; leave addresses_host unset")
     device = torch.device(device.type, current_index(device))

@@ -338,7 +338,7 @@ def no_lock(device: torch.device, nbytes: int, why: str) -> CapabilityError:
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     found = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} B"
     return CapabilityError(
-        f"device {device} cannot page-lock {nbytes} B of host memory ({why}): expected to stay below the limit on "
+        f"device {device} cannot page-lock {nbytes} B of host memory ({why}). Expected to stay below the limit on "
         f"locked memory (ulimit -l), found {locked_nbytes()} B locked and a limit of {found}; raise it (ulimit -l "
         f"unlimited, docker run --ulimit memlock=-1), or lower [budget] host"
     )

@@ -64,11 +64,11 @@ def unavailable(device: torch.device) -> str:
     available = getattr(module, "is_available", None)
     if available is None:
         return (
-            f"expected a type of device that computes, found that torch has no module torch.{device.type} for it; import the "
+            f"Expected a type of device that computes, found that torch has no module torch.{device.type} for it; import the "
             "package that registers it, or move the model to another device"
         )
     if not available():
-        return "expected one that is available, found none; install its driver and a build of torch for it"
+        return "Expected one that is available, found none; install its driver and a build of torch for it"
     return ""
 
 
@@ -174,7 +174,7 @@ def _of_generators(device: torch.device, name: str) -> Callable[..., Any]:
     found: Callable[..., Any] | None = getattr(module_of(device), name, None)
     if found is None:
         raise CapabilityError(
-            f"device {device}: expected torch.{device.type}.{name}, found none; its random state can be neither saved nor "
+            f"Cannot use {device}. Expected torch.{device.type}.{name}, found none; its random state can be neither saved nor "
             "restored. Use a version of the package that registers the device which has it."
         )
     return found
@@ -218,8 +218,8 @@ def memory_of(device: torch.device) -> tuple[int, int]:
     total = _number(device, "recommended_max_memory") or _total(device)
     if not total:
         raise CapabilityError(
-            f"device {device}: expected torch to say how much memory it has (torch.{device.type}.mem_get_info), found that it "
-            "does not; use torch 2.10 or later, or another version of the package that registers the device"
+            f"Cannot use {device}. Expected torch to say how much memory it has (torch.{device.type}.mem_get_info), found that "
+            "it does not; use torch 2.10 or later, or another version of the package that registers the device"
         )
     return total - reserved + cached, total
 

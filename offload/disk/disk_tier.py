@@ -286,7 +286,7 @@ class DiskFile:
         if refused is not None and refused.errno == errno.EFBIG:
             size = self._space.end
             raise BudgetError(
-                f"{subject}: expected a file of {as_size(size + lacking)} to be allowed, found {_largest_file(size)}; raise "
+                f"{subject}. Expected a file of {as_size(size + lacking)} to be allowed, found {_largest_file(size)}; raise "
                 "that, choose another [disk] path, or run on more ranks"
             ) from refused
         left = f"has {as_size(free)} left, not counting {as_size(kept)} kept free for checkpoints and other files"
@@ -338,7 +338,7 @@ class DiskFile:
         stop = offset + tensor.numel()
         here = tensor.device.type == "cpu"
         plain = here and tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous()
-        assert plain, f"{key}: expected contiguous bytes on the CPU, found {tensor.dtype} {tuple(tensor.shape)}"
+        assert plain, f"Cannot store {key}. Expected contiguous bytes on the CPU, found {tensor.dtype} {tuple(tensor.shape)}"
         whole = offset % CHECK == 0 and (stop % CHECK == 0 or stop == extent.nbytes) and 0 <= offset <= stop <= extent.nbytes
         assert whole, f"{key}: bytes {offset} to {stop} are not whole CHECKs of {extent}"
         request = Request(verb, key, offset, tensor.numpy())
@@ -410,7 +410,7 @@ class DiskFile:
         # Before the lock, which another thread may have held when this process was forked.
         if os.getpid() != self._file.pid:
             raise TierError(
-                f"disk tier cannot serve {key}: expected process {self._file.pid}, which opened {self.path}, found "
+                f"disk tier cannot serve {key}. Expected process {self._file.pid}, which opened {self.path}, found "
                 f"{os.getpid()}; open another file there"
             )
 

@@ -83,7 +83,7 @@ class Request(Ending):
         """Block until it is over, well or badly."""
         if not self.done() and os.getpid() != self._pid:
             raise TierError(
-                f"disk tier cannot {self.verb.value} {self.key}: expected process {self._pid}, which began it, found a fork "
+                f"disk tier cannot {self.verb.value} {self.key}. Expected process {self._pid}, which began it, found a fork "
                 "of it; wait before forking"
             )
         super().join()
@@ -160,7 +160,7 @@ class ExtentState:
         moved = mover.write(memory, where)
         if moved < memory.size:
             raise TierError(
-                f"{subject}: expected {memory.size} bytes to be written at byte {where} of {self._path}, found {moved}; "
+                f"{subject}. Expected {memory.size} bytes to be written at byte {where} of {self._path}, found {moved}; "
                 "choose another [disk] path"
             )
         first = at // CHECK
@@ -178,7 +178,7 @@ class ExtentState:
         moved = mover.read(memory, where)
         if moved < memory.size:
             raise TierError(
-                f"{subject}: expected {memory.size} bytes at byte {where} of {self._path}, found {moved} before the end; "
+                f"{subject}. Expected {memory.size} bytes at byte {where} of {self._path}, found {moved} before the end; "
                 f"{_CHANGED}"
             )
         for index, chunk in enumerate(_checked(memory)):
@@ -186,7 +186,7 @@ class ExtentState:
             if found != expected:
                 begin = where + index * CHECK
                 raise TierError(
-                    f"{subject}: bytes {begin} to {begin + chunk.size} of {self._path}: expected checksum {expected:016x}, "
+                    f"{subject}. Expected checksum {expected:016x} of bytes {begin} to {begin + chunk.size} of {self._path}, "
                     f"found {found:016x}; {_CHANGED}"
                 )
 

@@ -181,7 +181,8 @@ def open_scratch(folder: Path, label: str, io: Io) -> ScratchFile:
         planted = planted_link(folder)
         if planted:
             raise PolicyError(
-                f"[disk] path: {folder}: expected a folder or a link of your own, found {planted}; name the folder itself"
+                f"Cannot use {folder} as [disk] path. Expected a folder or a link of your own, found {planted}; name the "
+                "folder itself"
             )
         make_folders(folder)
         path = folder.absolute() / f"zhooks-{label}-{os.getpid()}-{secrets.token_hex(4)}.scratch"
@@ -189,7 +190,8 @@ def open_scratch(folder: Path, label: str, io: Io) -> ScratchFile:
     except OSError as error:
         found = "a file" if isinstance(error, (FileExistsError, NotADirectoryError)) else os.strerror(error.errno or 0)
         raise PolicyError(
-            f"[disk] path: {folder}: expected a folder this process may write, found {found}; choose another [disk] path"
+            f"Cannot use {folder} as [disk] path. Expected a folder this process may write, found {found}; choose another "
+            "[disk] path"
         ) from error
     direct_fd: int | None = None
     try:

@@ -72,7 +72,9 @@ class VirtualDisk:
         del self._keys[extent.offset]
 
     def keep(self, extent: Extent, key: str) -> NoReturn:
-        raise SimulationError(f"{key}: expected values to save, found the virtual disk, which stores none. Save in a real run.")
+        raise SimulationError(
+            f"Cannot save {key}. Expected values to save, found the virtual disk, which stores none. Save in a real run."
+        )
 
     def renew(self, extent: Extent, key: str) -> Extent:
         return extent

@@ -57,9 +57,9 @@ def collective(
     """The cost of one call; see `CostModel.collective`."""
     if kind not in KINDS or algorithm not in ALGORITHMS:
         known, word = (KINDS, kind) if kind not in KINDS else (ALGORITHMS, algorithm)
-        raise HardwareError(f"collective: expected one of {', '.join(known)}, found {word!r}")
+        raise HardwareError(f"collective expected one of {', '.join(known)}, found {word!r}")
     if not 0 <= nbytes < math.inf or sharing < 1:
-        raise HardwareError(f"collective: expected bytes from 0 and sharing from 1, found {nbytes} and {sharing}")
+        raise HardwareError(f"collective expected bytes from 0 and sharing from 1, found {nbytes} and {sharing}")
     if kind == "barrier":
         kind, nbytes = "all_reduce", _BARRIER_NBYTES
     if group.ranks == 1:
@@ -126,9 +126,9 @@ def exchange(hardware: Hardware, rows: Sequence[Sequence[int]], group: Group, *,
     """An all-to-all of uneven messages, the group's nodes taken as full one after the other; see `CostModel.exchange`."""
     count = group.ranks
     if sharing < 1:
-        raise HardwareError(f"exchange: expected sharing from 1, found {sharing}")
+        raise HardwareError(f"exchange expected sharing from 1, found {sharing}")
     if len(rows) != count or any(len(row) != count or min(row, default=0) < 0 for row in rows):
-        raise HardwareError(f"exchange: expected {count} rows of {count} numbers of bytes from 0, found {len(rows)} rows")
+        raise HardwareError(f"exchange expected {count} rows of {count} numbers of bytes from 0, found {len(rows)} rows")
     if count == 1:
         return Collective(0.0, "none")
     node = [rank // group.local for rank in range(count)]
@@ -171,7 +171,7 @@ def _hierarchical(hardware: Hardware, kind: str, nbytes: int, group: Group, shar
     """One collective inside each node, and between nodes one for each device of a node."""
     if group.ranks != group.nodes * group.local:
         raise HardwareError(
-            f"hierarchical {kind}: expected as many ranks on every node, found {group.ranks} on {group.nodes} nodes, "
+            f"hierarchical {kind} expected as many ranks on every node, found {group.ranks} on {group.nodes} nodes, "
             f"{group.local} on one; use whole nodes, or another algorithm"
         )
     inside = Group(group.local, 1, group.local)

@@ -138,7 +138,7 @@ class CostModel:
         if direction == "d2d":
             return max(device.launch, self.compute(0, 2 * nbytes))
         if direction not in ("h2d", "d2h"):
-            raise HardwareError(f'copy: expected "h2d", "d2h", "h2h" or "d2d", found {direction!r}')
+            raise HardwareError(f'copy expected "h2d", "d2h", "h2h" or "d2d", found {direction!r}')
         rate = link.bandwidth if link.node_bandwidth is None else min(link.bandwidth, link.node_bandwidth / sharing)
         rate *= 1.0 if link.points is None else fraction_at(link.points, nbytes)
         return link.latency + nbytes / min(rate, host.memory_bandwidth / sharing)
@@ -163,7 +163,7 @@ class CostModel:
         if disk is None:
             raise HardwareError(f"{self.hardware.name}: the profile has no [disk]; write one, or keep everything in memory")
         if kind not in ("read", "write"):
-            raise HardwareError(f'disk: expected "read" or "write", found {kind!r}')
+            raise HardwareError(f'disk expected "read" or "write", found {kind!r}')
         _from_zero("disk: bytes", nbytes)
         _at_least_one("disk: depth", depth)
         _at_least_one("disk: sharing", sharing)
@@ -251,12 +251,12 @@ class CostModel:
 
 def _at_least_one(what: str, number: int) -> None:
     if number < 1:
-        raise HardwareError(f"{what}: expected a number from 1, found {number}")
+        raise HardwareError(f"{what} expected a number from 1, found {number}")
 
 
 def _from_zero(what: str, number: float) -> None:
     if not 0 <= number < math.inf:
-        raise HardwareError(f"{what}: expected a finite number from 0, found {number}")
+        raise HardwareError(f"{what} expected a finite number from 0, found {number}")
 
 
 def as_ns(seconds: float) -> int:

@@ -93,7 +93,7 @@ def fit(base: Hardware, samples: Sequence[Sample]) -> Fit:
     """
     for sample in samples:
         if sample.what not in MEASURED or not (math.isfinite(sample.seconds) and sample.seconds > 0):
-            raise HardwareError(f"fit: expected a time above 0 of one of {', '.join(MEASURED)}, found {sample}")
+            raise HardwareError(f"fit expected a time above 0 of one of {', '.join(MEASURED)}, found {sample}")
     values = base.values()
     by: dict[str, list[Sample]] = {what: [s for s in samples if s.what == what] for what in MEASURED}
     dispatch = _figure(min((s.seconds for s in by["dispatch"]), default=base.host.dispatch))

@@ -85,8 +85,8 @@ class Hardware(Table):
             file = Path(path)
         except TypeError:
             found = type(path).__name__[:50]
-            expected = f"expected one of {', '.join(names())}, the path of a profile, or a table of values"
-            raise HardwareError(f"hardware: {expected}, found {found}") from None
+            known = f"{', '.join(names())}, the path of a profile, or a table of values"
+            raise HardwareError(f"hardware must be one of {known}, found {found}") from None
         document = read(file, PROFILE)
         return cls._build(document, {"name": file.stem} | document.values)
 
@@ -104,7 +104,7 @@ class Hardware(Table):
         if isinstance(value, Mapping):
             strangers = [key for key in value if not isinstance(key, str)]
             if strangers:
-                raise HardwareError(f"hardware: expected names for keys, found {type(strangers[0]).__name__[:50]}")
+                raise HardwareError(f"hardware needs names for keys, found {type(strangers[0]).__name__[:50]}")
             checked = plain(value)
             return cls._build(Document(PROFILE, "hardware", checked), checked)
         if isinstance(value, str) and value in names():
@@ -234,7 +234,7 @@ def _shipped(name: str) -> Hardware:
 def _unknown(name: str) -> str:
     near = nearest(name.lower(), names(), 0.5)
     hint = f"did you mean {near}?" if near else "name one, or the path of a .toml file"
-    return f"hardware: expected one of {', '.join(names())}, found {shown(name)}; {hint}"
+    return f"hardware must be one of {', '.join(names())}, found {shown(name)}; {hint}"
 
 
 def _above(place: Place, rate: float | None, *bounds: tuple[str, float] | None) -> Iterator[tuple[Place, str]]:

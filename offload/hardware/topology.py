@@ -43,9 +43,9 @@ def grouped(ranks: Sequence[int], devices: int) -> Group:
         HardwareError: no rank, one twice, or one below 0.
     """
     if min(ranks, default=0) < 0:
-        raise HardwareError(f"group: expected ranks from 0, found {min(ranks)}")
+        raise HardwareError(f"group expected ranks from 0, found {min(ranks)}")
     if not ranks or len(set(ranks)) != len(ranks):
-        raise HardwareError(f"group: expected ranks, each once, found {len(ranks)}, of which {len(set(ranks))} are distinct")
+        raise HardwareError(f"group expected ranks, each once, found {len(ranks)}, of which {len(set(ranks))} are distinct")
     counts = Counter(rank // devices for rank in ranks)
     return Group(len(ranks), len(counts), max(counts.values()))
 

@@ -176,7 +176,7 @@ def sgd(
     if buffered != (momentum is not None):
         found = "none" if momentum is None else "one"
         raise LayoutError(
-            f"sgd momentum: expected {'a buffer' if buffered else 'no buffer'} for momentum {how.momentum}, "
+            f"sgd momentum expected {'a buffer' if buffered else 'no buffer'} for momentum {how.momentum}, "
             f"found {found}: pass a buffer exactly where the momentum is not 0."
         )
     scalars = (
@@ -250,7 +250,7 @@ def _check(kernel: str, tensors: Mapping[str, Tensor | None], noise: Noise | Non
         allowed = {"master": masters, "grad": _GRADS, "copy": _COPIES}.get(name, (torch.float32,))
         wrong = _wrong(tensor, numel, allowed)
         if wrong is not None:
-            raise LayoutError(f"{kernel} {name}: {wrong}.")
+            raise LayoutError(f"{kernel} {name} {wrong}.")
     _check_apart(kernel, tensors)
 
 
@@ -283,7 +283,7 @@ def _check_apart(kernel: str, tensors: Mapping[str, Tensor | None]) -> None:
     )
     for (_, end, one), (begin, _, other) in pairwise(ranges):
         if begin < end:
-            raise LayoutError(f"{kernel} {other}: expected memory of its own, found it overlapping {one}: pass a copy.")
+            raise LayoutError(f"{kernel} {other} needs memory of its own, found it overlapping {one}: pass a copy.")
 
 
 def _update(

@@ -285,7 +285,7 @@ class HostPool:
             raise _not_locked(key, error) from error
         except (OSError, OverflowError, MemoryError, ValueError) as error:
             raise BudgetError(
-                f"host tier cannot admit {key}: expected the system to map {as_size(nbytes)}, found {error}; raise RLIMIT_AS "
+                f"host tier cannot admit {key}. Expected the system to map {as_size(nbytes)}, found {error}; raise RLIMIT_AS "
                 f'(ulimit -v) or the memory limit, or set [optimizer] tier = "disk"'
             ) from error
         if self._node is not None:

@@ -58,7 +58,7 @@ def handed(values: Mapping[str, Any], own: frozenset[str], arguments: Mapping[st
     chain = _Chain(own | {EXTENDS}, arguments)
     checked = plain(values)
     if not isinstance(checked, dict):
-        raise PolicyError(f"policy: expected a table of settings, found {checked!r}")
+        raise PolicyError(f"policy must be a table of settings, found {checked!r}")
     _follow(Document(POLICY, "policy", checked), Path(), (), chain)
     return _merged(chain.documents)
 

@@ -160,7 +160,7 @@ class Policy(Table):
         try:
             file = Path(path)
         except TypeError:
-            raise PolicyError(f"policy: expected the path of a policy file, found {type(path).__name__[:50]}") from None
+            raise PolicyError(f"policy must be the path of a policy file, found {type(path).__name__[:50]}") from None
         return cls._build(policy_layers.load(file, _own_keys(cls), arguments or {}))
 
     @classmethod
@@ -188,10 +188,10 @@ class Policy(Table):
         if isinstance(value, (str, os.PathLike)):
             return cls.load(value, arguments)
         if not isinstance(value, Mapping):
-            raise PolicyError(f"policy: expected a path, a mapping, a Policy or None, found {type(value).__name__}")
+            raise PolicyError(f"policy must be a path, a mapping, a Policy or None, found {type(value).__name__}")
         strangers = [key for key in value if not isinstance(key, str)]
         if strangers:
-            raise PolicyError(f"policy: expected names for keys, found {type(strangers[0]).__name__[:50]}")
+            raise PolicyError(f"policy needs names for keys, found {type(strangers[0]).__name__[:50]}")
         return cls._build(policy_layers.handed(value, _own_keys(cls), arguments or {}))
 
     @classmethod

@@ -51,7 +51,7 @@ def destination(path: str | os.PathLike[str], verb: str, what: str = "folder") -
         text = None
     if not isinstance(text, str) or not text or "\0" in text:
         raise CheckpointError(
-            f"{verb}: expected the path of a {what}, found {shown(path)}. Name one, e.g. {_EXAMPLES[what]}."
+            f"{verb} expected the path of a {what}, found {shown(path)}. Name one, e.g. {_EXAMPLES[what]}."
         )
     target = Path(text)
     try:
@@ -61,15 +61,16 @@ def destination(path: str | os.PathLike[str], verb: str, what: str = "folder") -
         # As what pathlib raises a loop depends on the version of Python.
         if isinstance(error, OSError) and error.errno != errno.ELOOP:
             raise
-        found = f"{verb} {shown_path(text)}: expected a path, found a loop of links. Remove it."
+        found = f"Cannot {verb} {shown_path(text)}. Expected a path, found a loop of links. Remove it."
         raise CheckpointError(found) from None
     if planted:
         raise CheckpointError(
-            f"{verb} {shown_path(text)}: expected a {what} or a link of your own, found {planted}. Name the {what} itself."
+            f"Cannot {verb} {shown_path(text)}. Expected a {what} or a link of your own, found {planted}. Name the {what} "
+            "itself."
         )
     if not 0 < len(os.fsencode(place.name)) <= _NAME_MOST:
         raise CheckpointError(
-            f"{verb} {shown_path(text)}: expected a {what} whose name has 1 to {_NAME_MOST} bytes, found "
+            f"Cannot {verb} {shown_path(text)}. Expected a {what} whose name has 1 to {_NAME_MOST} bytes, found "
             f"{len(os.fsencode(place.name))}. Choose another path."
         )
     return place
@@ -91,8 +92,8 @@ def refuse_occupied(target: Path, verb: str) -> None:
             found = "the home directory"
     if found:
         raise CheckpointError(
-            f"{verb} {shown_path(target)}: expected a folder that a new one may replace, found {found}. Name a folder in it, "
-            f"e.g. {shown_path(target / 'step-100')}."
+            f"Cannot {verb} {shown_path(target)}. Expected a folder that a new one may replace, found {found}. Name a folder "
+            f"in it, e.g. {shown_path(target / 'step-100')}."
         )
 
 
@@ -178,7 +179,7 @@ class Draft:
         raw = encoded(manifest)
         if len(raw) > MANIFEST_MOST:
             raise CheckpointError(
-                f"save {self.target}: expected a manifest of at most {MANIFEST_MOST} bytes, found {len(raw)} for "
+                f"Cannot save {self.target}. Expected a manifest of at most {MANIFEST_MOST} bytes, found {len(raw)} for "
                 f"{counted(len(files), 'rank')}. Attach with fewer units (a larger [units] min_numel), or save from "
                 "fewer ranks."
             )
@@ -205,7 +206,7 @@ class Draft:
         name = self.target.name
         if not parent.holds(made, self._name):
             raise CheckpointError(
-                f"save {self.target}: expected the folder {self._name} that this save made, found something else in its "
+                f"Cannot save {self.target}. Expected the folder {self._name} that this save made, found something else in its "
                 "place. Choose a path where nobody else renames folders."
             )
         if earlier is None or not earlier.names():
@@ -246,7 +247,7 @@ class Draft:
 
     def _not_replaceable(self, what: str) -> CheckpointError:
         return CheckpointError(
-            f"save {self.target}: expected no such path, an empty folder or an earlier checkpoint, found {what}. Choose "
+            f"Cannot save {self.target}. Expected no such path, an empty folder or an earlier checkpoint, found {what}. Choose "
             "another path."
         )
 
@@ -254,8 +255,8 @@ class Draft:
         found = made.size(record.name)
         if found != record.nbytes:
             raise CheckpointError(
-                f"save {self.target}: expected {record.name} with {record.nbytes} bytes next to the first rank's file, found "
-                f"{'no such file' if found is None else f'{found} bytes'}. Save into a file system that all hosts share."
+                f"Cannot save {self.target}. Expected {record.name} with {record.nbytes} bytes next to the first rank's file, "
+                f"found {'no such file' if found is None else f'{found} bytes'}. Save into a file system that all hosts share."
             )
 
     def discard(self) -> None:
@@ -294,15 +295,16 @@ def find(target: Path) -> Path:
             return target.with_name(name)
     if (target / ".metadata").exists():
         raise CheckpointError(
-            f"load {target}: expected a checkpoint that attachment.save() wrote, found one of torch.distributed.checkpoint (as "
-            "FSDP2's are saved). Load it with dcp.load and get_state_dict of the attached model."
+            f"Cannot load {target}. Expected a checkpoint that attachment.save() wrote, found one of "
+            "torch.distributed.checkpoint (as FSDP2's are saved). Load it with dcp.load and get_state_dict of the attached "
+            "model."
         )
     what = "a folder without a manifest" if target.is_dir() else "a file" if target.exists() else "nothing there"
     if stranger is not None:
         what += f" but what another user (uid {stranger}) left beside it, in a folder that everybody can write to"
     raise CheckpointError(
-        f"load {target}: expected a checkpoint that attachment.save() wrote, found {what}. Check the path; a save that was "
-        "killed before its commit leaves none."
+        f"Cannot load {target}. Expected a checkpoint that attachment.save() wrote, found {what}. Check the path; a save that "
+        "was killed before its commit leaves none."
     )
 
 

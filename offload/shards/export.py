@@ -108,7 +108,7 @@ class ExportDraft:
             found = self._made.size(name)
             if found != nbytes:
                 raise CheckpointError(
-                    f"export {self.target}: expected {name} with {nbytes} bytes, found "
+                    f"Cannot export {self.target}. Expected {name} with {nbytes} bytes, found "
                     f"{'no such file' if found is None else f'{found} bytes'}. Export into a file system that all hosts share."
                 )
         _sync_tree(self._made)
@@ -123,15 +123,15 @@ class ExportDraft:
     def _put_in_place(self, parent: Folder, made: Folder, earlier: Folder | None) -> None:
         if not parent.holds(made, self._name):
             raise CheckpointError(
-                f"export {self.target}: expected the folder {self._name} that this export made, found something else in its "
-                "place. Choose a path where nobody else renames folders."
+                f"Cannot export {self.target}. Expected the folder {self._name} that this export made, found something else in "
+                "its place. Choose a path where nobody else renames folders."
             )
         if earlier is None or not earlier.names():
             parent.rename(self._name, self.target.name)
         elif not renameat2(parent.fd, self._name, parent.fd, self.target.name, EXCHANGE):
             raise CheckpointError(
-                f"export {self.target}: expected no such path, found a folder, and a file system that cannot exchange two "
-                "folders in one step. Export to a path that does not exist."
+                f"Cannot export {self.target}. Expected no such path, found a folder, and a file system that cannot exchange "
+                "two folders in one step. Export to a path that does not exist."
             )
 
     @contextmanager
@@ -162,7 +162,7 @@ class ExportDraft:
 
     def _not_replaceable(self, what: str) -> CheckpointError:
         return CheckpointError(
-            f"export {self.target}: expected no such path, an empty folder, or an earlier one of the same kind (with "
+            f"Cannot export {self.target}. Expected no such path, an empty folder, or an earlier one of the same kind (with "
             f"{self.kind.mark}), found {what}. Choose another path."
         )
 

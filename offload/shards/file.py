@@ -114,7 +114,7 @@ class ShardWriter:
     def write(self, name: str, chunks: Iterable[Tensor]) -> None:
         """The next tensor's elements, in any number of 1-D or shaped chunks, on any device."""
         entry = next(self._entries)
-        assert entry.name == name, f"{self.path}: expected {entry.name} next, found {name}"
+        assert entry.name == name, f"Cannot read {self.path}. Expected {entry.name} next, found {name}"
         state, written = xxhash.xxh3_64(), 0
         for chunk in chunks:
             assert chunk.dtype == entry.dtype, f"{name}: announced as {entry.dtype}, found {chunk.dtype}"
@@ -316,8 +316,8 @@ class ShardReader:
 
     def _damaged(self, found: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.path}: expected the shard file its manifest describes, found {found}. Load another checkpoint, or copy "
-            "this one again."
+            f"Cannot read {self.path}. Expected the shard file its manifest describes, found {found}. Load another checkpoint, "
+            "or copy this one again."
         )
 
 
@@ -329,8 +329,8 @@ def header(entries: Sequence[Entry]) -> bytes:
         assert entry.name not in described, f"two tensors are called {entry.name}"
         if entry.dtype not in CODES:
             raise CheckpointError(
-                f"{entry.name}: expected a dtype that safetensors supports, found {entry.dtype}. Convert it, leave it out, or "
-                "use state_dict() and torch.save."
+                f"Cannot store {entry.name}. Expected a dtype that safetensors supports, found {entry.dtype}. Convert it, "
+                "leave it out, or use state_dict() and torch.save."
             )
         offsets = [offset, offset + entry.nbytes]
         described[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}

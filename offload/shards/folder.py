@@ -219,7 +219,7 @@ def made_by_first(target: Path, name: str, mark: str, verb: str) -> Iterator[int
             if os.statvfs(target.parent).f_flag & os.ST_RDONLY:
                 found += f", where the file system at {target.parent} is mounted read-only"
         raise CheckpointError(
-            f"{verb} {target}: expected the folder that the first rank made, found {found}. {verb.capitalize()} into "
+            f"Cannot {verb} {target}. Expected the folder that the first rank made, found {found}. {verb.capitalize()} into "
             "a file system that all hosts share, by the same path."
         ) from error
     try:

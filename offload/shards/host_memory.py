@@ -97,7 +97,7 @@ class HostMemory:
         for name, owner in _marks(folder).items():
             if name.startswith("rank-") and not name.startswith(f"rank-{self._session}-") and _lives(name, owner):
                 raise CheckpointError(
-                    f"memory of peers at {shown_path(self.path)}: expected only this job's ranks, found the live process "
+                    f"The memory of peers at {shown_path(self.path)} needs only this job's ranks, found the live process "
                     f"{owner.pid if owner else '?'} of another job with the same run id, or of another model's "
                     "attachment. Give each its own name: torchrun --rdzv-id, or [resilience] job."
                 )
@@ -209,7 +209,7 @@ def _check_root(root: Path) -> None:
     if not root.is_dir() or not THIS_MACHINE.is_memory(root):
         found = "no such folder" if not root.is_dir() else "a folder on a disk"
         raise CapabilityError(
-            f"memory of peers at {shown_path(root)}: expected a folder in memory (tmpfs), found {found}. Point [resilience] "
+            f"The memory of peers at {shown_path(root)} needs a folder in memory (tmpfs), found {found}. Point [resilience] "
             "memory at one, e.g. /dev/shm."
         )
 
@@ -229,14 +229,14 @@ def _home(root: Path, *, make: bool) -> Path:
         status = os.lstat(home)
     except OSError as error:
         raise CapabilityError(
-            f"memory of peers at {shown_path(root)}: expected a folder that this user may write to, found {error.strerror}. "
+            f"The memory of peers at {shown_path(root)} needs a folder that this user may write to, found {error.strerror}. "
             "Point [resilience] memory at another tmpfs."
         ) from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         mode = f"one of uid {status.st_uid}, mode {status.st_mode & 0o777:o}"
         found = mode if stat.S_ISDIR(status.st_mode) else "a link or a file"
         raise CheckpointError(
-            f"memory of peers at {shown_path(home)}: expected a private folder of this user (0700), found {found}. Remove it, "
+            f"The memory of peers at {shown_path(home)} needs a private folder of this user (0700), found {found}. Remove it, "
             "or point [resilience] memory at another tmpfs."
         )
     return home

@@ -28,7 +28,7 @@ def job_of(given: str | None) -> str:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         raise CapabilityError(
-            "memory of peers: expected a run id by which restarted ranks find it, found no TORCHELASTIC_RUN_ID. "
+            "The memory of peers needs a run id by which restarted ranks find it, found no TORCHELASTIC_RUN_ID. "
             "Start the job with torchrun, or name it: [resilience] job."
         )
     # torchrun's own default is the same for all jobs; what tells them apart is the agent, which lives as long as the job.

@@ -68,8 +68,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise _unreadable(path, "a checksum that does not match")
     if isinstance(content, dict) and content.get("format") == FORMAT and content.get("version") != VERSION:
         raise CheckpointError(
-            f"{path}: expected version {VERSION} of the format, found {content.get('version')!r}. Load it with the release "
-            "that wrote it."
+            f"Cannot read {path}. Expected version {VERSION} of the format, found {content.get('version')!r}. Load it with the "
+            "release that wrote it."
         )
     try:
         manifest = Manifest.model_validate(content)
@@ -86,4 +86,6 @@ def _checksum(content: Any) -> str:
 
 
 def _unreadable(path: Path, found: str) -> CheckpointError:
-    return CheckpointError(f"{path}: expected the manifest of a checkpoint, found {found}. Load another checkpoint.")
+    return CheckpointError(
+        f"Cannot read {path}. Expected the manifest of a checkpoint, found {found}. Load another checkpoint."
+    )

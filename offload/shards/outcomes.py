@@ -86,8 +86,8 @@ class Outcomes:
         def missing() -> list[int]:
             if self._folder.entry(self._mark) is None:
                 raise CheckpointError(
-                    f"save {self._subject}: expected the folder that this save works in, found that it was removed. Save "
-                    "again."
+                    f"Cannot save {self._subject}. Expected the folder that this save works in, found that it was removed. "
+                    "Save again."
                 )
             for rank in range(self._world):
                 outcome = None if rank in found else self._outcome(rank)
@@ -119,7 +119,8 @@ class Outcomes:
 
     def _given_up(self) -> FailedElsewhere:
         return FailedElsewhere(
-            f"save {self._subject}: expected every rank to write its file, found that the first rank gave up. See its error."
+            f"Cannot save {self._subject}. Expected every rank to write its file, found that the first rank gave up. See its "
+            "error."
         )
 
     def _outcome(self, rank: int) -> Record | str | None:
@@ -140,15 +141,15 @@ class Outcomes:
             # It may have left its outcome and ended since.
             if over is not None and over in missing():
                 raise CheckpointError(
-                    f"save {self._subject}: expected rank {over} to write its file, found that its process has ended. Load the "
-                    "last checkpoint."
+                    f"Cannot save {self._subject}. Expected rank {over} to write its file, found that its process has ended. "
+                    "Load the last checkpoint."
                 )
             before, seen = seen, self._signature()
             silent_s = silent_s + pause if seen == before else 0.0
             if silent_s > self._patience_s:
                 raise CheckpointError(
-                    f"save {self._subject}: expected rank {ranks[0]} to write its file, found that nothing has changed for "
-                    f"{self._patience_s:.0f} s ([comm] timeout_s). Look at that rank and its file system."
+                    f"Cannot save {self._subject}. Expected rank {ranks[0]} to write its file, found that nothing has changed "
+                    f"for {self._patience_s:.0f} s ([comm] timeout_s). Look at that rank and its file system."
                 )
             nobody.wait(pause)
             pause = min(2 * pause, _LONGEST)

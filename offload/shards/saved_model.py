@@ -243,8 +243,8 @@ class SavedModel:
 
     def _refused(self, found: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.path}: expected a checkpoint that attachment.save() wrote, with the whole model, found {found}. Load it "
-            "with the program that saved it, and call attachment.save_full()."
+            f"Cannot read {self.path}. Expected a checkpoint that attachment.save() wrote, with the whole model, found "
+            f"{found}. Load it with the program that saved it, and call attachment.save_full()."
         )
 
 

@@ -47,7 +47,8 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
         return None
     if not place.is_dir():
         raise CheckpointError(
-            f"latest {shown_path(folder)}: expected a folder of checkpoints, found a file. Name the folder that holds them."
+            f"Cannot search {shown_path(folder)}. Expected a folder of checkpoints, found a file. Name the folder that holds "
+            "them."
         )
     with Folder(place) as parent:
         names = {beside[1] if (beside := BESIDE.fullmatch(name)) else name for name in parent.names()}
@@ -101,8 +102,8 @@ class Series:
         """
         if self.keep is not None and names_like(target.name) is None:
             raise CheckpointError(
-                f"save {shown_path(target)}: expected a name with a number, which distinguishes checkpoints when keep is "
-                f"given, found {target.name}. Save to e.g. runs/step-100."
+                f"Cannot save {shown_path(target)}. Expected a name with a number, which distinguishes checkpoints when keep "
+                f"is given, found {target.name}. Save to e.g. runs/step-100."
             )
 
     def about(self, target: Path, taken_ns: int) -> dict[str, object]:

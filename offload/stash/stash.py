@@ -161,7 +161,7 @@ class Stash:
             copy.away = self._take(self._tier, copy.key, copy.nbytes)
             copy.leaving = self._transfers.write(source, copy.away.memory, copy.key, detached=True)
         except BaseException as error:
-            copy.lost = f"{copy.key}: expected it to be offloaded, found {error}"
+            copy.lost = f"{copy.key} was not offloaded: {error}"
             raise
         self._departures.append(_Departure(copy.leaving, weakref.ref(copy), copy.key, copy.nbytes))
         if self._bus.active:

@@ -371,8 +371,8 @@ class TorchFile:
     def refused(self, found: str) -> CheckpointError:
         """Why the file cannot be read."""
         return CheckpointError(
-            f"{self.path}: expected a file that torch.save wrote, found {one_line(found)}. Copy it again, or load another "
-            "checkpoint."
+            f"Cannot read {self.path}. Expected a file that torch.save wrote, found {one_line(found)}. Copy it again, or load "
+            "another checkpoint."
         )
 
 

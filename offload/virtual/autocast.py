@@ -103,7 +103,7 @@ def _sums(below: Any) -> Callable[..., Any]:
 
 def _refuse(*_: Any, **__: Any) -> Any:
     raise SimulationError(
-        "binary_cross_entropy: expected it outside of autocast, in which CUDA refuses it as unsafe; found it inside. Use "
+        "binary_cross_entropy expected it outside of autocast, in which CUDA refuses it as unsafe; found it inside. Use "
         "binary_cross_entropy_with_logits."
     )
 

@@ -60,8 +60,8 @@ class Calls:
         """
         if sys.getprofile() is not None:
             raise SimulationError(
-                f"Python's calls: expected no profiler on this thread, because they are counted in its place; found "
-                f"{active_profiler()}. Run it without."
+                "Cannot count Python's calls. Expected no profiler on this thread, because they are counted in its place; "
+                f"found {active_profiler()}. Run it without."
             )
         self._on = True
         self.follow()

@@ -179,7 +179,7 @@ def running() -> Machine:
     """
     if _running is None:
         raise SimulationError(
-            'device "virtual": expected to be used inside a simulation, found none. Call zhooks.simulate(build, step, ...).'
+            'device "virtual" needs to be used inside a simulation, found none. Call zhooks.simulate(build, step, ...).'
         )
     return _running
 
@@ -193,7 +193,7 @@ def machines_on() -> Iterator[None]:
     """
     global _simulating
     if _simulating:
-        raise SimulationError("simulate: expected one simulation at a time, found one that has not ended. End it first.")
+        raise SimulationError("simulate expected one simulation at a time, found one that has not ended. End it first.")
     register()
     forget()
     _simulating = True
@@ -360,7 +360,7 @@ class Machine:
             host = [tensor for tensor in operation.reads if tensor.device.index == HOST and tensor.dim()]
             if host:
                 raise SimulationError(
-                    f"{operation.overload}: expected all tensors in one memory, found some of the accelerator's and one of the "
+                    f"{operation.overload} expected all tensors in one memory, found some of the accelerator's and one of the "
                     f"host's of shape {tuple(host[0].shape)}."
                 )
         index = ACCELERATOR if ACCELERATOR in places or not places else HOST

@@ -179,7 +179,7 @@ def _check_places(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     for tensor in _tensors((*args[:1], *args[2:], *kwargs.values()) if indexed else (*args, *kwargs.values())):
         if tensor.device.type != NAME and tensor.dim():
             raise SimulationError(
-                f'{overload}{user_line()}: expected all tensors on device "{NAME}", found one of shape {tuple(tensor.shape)} '
+                f'{overload}{user_line()} expected all tensors on device "{NAME}", found one of shape {tuple(tensor.shape)} '
                 f"on {tensor.device}. Move it first: tensor.to(x.device)."
             )
 

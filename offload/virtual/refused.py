@@ -53,15 +53,15 @@ def no_data(what: str) -> SimulationError:
     if "masking_utils.py" in line:
         instead = _MASKS
     return SimulationError(
-        f"{what}{line}: expected code that needs no values, because tensors of the virtual device have no data; found "
-        f"code that reads them. Instead: {instead}."
+        f"{what}{line} reads values. Expected code that needs no values, because tensors of the virtual device have no data; "
+        f"found code that reads them. Instead: {instead}."
     )
 
 
 def other_autocast(where: str) -> SimulationError:
     """The error of code that turns autocast on for CUDA."""
     return SimulationError(
-        f'torch.autocast{where}: expected autocast for the device of the tensors, found "cuda" around tensors of the '
+        f'torch.autocast{where} expected autocast for the device of the tensors, found "cuda" around tensors of the '
         "virtual device, where it has no effect. Write torch.autocast(x.device.type, ...), which is right on both."
     )
 

@@ -117,7 +117,7 @@ def errors_of_backward() -> Iterator[None]:
         if "device_ready_queues_" not in str(error):
             raise
         raise SimulationError(
-            "simulate: expected a process in which no backward has run yet, because torch counts devices at the first; found "
+            "simulate expected a process in which no backward has run yet, because torch counts devices at the first; found "
             "one in which some have run. Simulate before training, or in another process."
         ) from error
     finally:
@@ -136,13 +136,13 @@ def register() -> None:
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as setup
     except ImportError as error:
         raise CapabilityError(
-            f"the virtual device: expected a torch that takes devices written in Python (2.10 and later), found "
+            f"The virtual device needs a torch that takes devices written in Python (2.10 and later), found "
             f"{torch.__version__}. Install a newer torch."
         ) from error
     known = torch._C._get_privateuse1_backend_name()
     if known not in ("privateuseone", NAME):
         raise CapabilityError(
-            f'the virtual device: expected that no other backend of its kind is loaded, found "{known}". Simulate in a process '
+            f'The virtual device expected that no other backend of its kind is loaded, found "{known}". Simulate in a process '
             "that does not import it."
         )
     setup(rename=NAME, backend_module=_Backend(), device_guard=_guard())

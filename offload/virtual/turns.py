@@ -88,7 +88,7 @@ class Turns(Generic[T]):
         number = self._threads.get(threading.get_ident())
         if number is None:
             raise SimulationError(
-                "simulate: expected calls that wait for another pipeline stage outside of backward, found one inside, where "
+                "simulate expected calls that wait for another pipeline stage outside of backward, found one inside, where "
                 "autograd has one thread for all simulated stages. Start it before or after backward()."
             )
         return number
@@ -141,7 +141,7 @@ class Turns(Generic[T]):
         waits = "; ".join(f"{self._name(each.number)} waits for {each.what}" for each in self._programs if not each.over)
         ended = ", ".join(self._name(each.number) for each in self._programs if each.over)
         return (
-            f"simulate: expected each pipeline stage to get what it waits for, found that none can continue: {waits}"
+            f"simulate expected each pipeline stage to get what it waits for, found that none can continue: {waits}"
             + (f"; {ended} ended" if ended else "")
             + ". Give every stage the same schedule, micro-batches and steps."
         )

@@ -38,8 +38,8 @@ OWN_WARNINGS = (
 _DEVICES = "_setup_privateuseone_for_python_backend"
 #: How a refusal begins, and whether this torch is one that is refused.
 _REFUSALS = {
-    "the virtual device: expected a torch that takes devices written in Python": not hasattr(backend_registration, _DEVICES),
-    r"parameter [\w.]+: expected a torch that keeps a parameter's hooks": Version(torch.__version__) < Version("2.13"),
+    "The virtual device needs a torch that takes devices written in Python": not hasattr(backend_registration, _DEVICES),
+    r"parameter [\w.]+. Expected a torch that keeps a parameter's hooks": Version(torch.__version__) < Version("2.13"),
 }
 
 

@@ -32,7 +32,7 @@ def test_a_file_called_offload_is_named_as_the_reason_why_zhooks_cannot_be_impor
         (tmp_path / each).write_text('print("ran")\nimport zhooks\n')
     done = run(script, tmp_path)
     assert done.returncode == 1 and done.stdout == "ran\n"
-    assert f"ImportError: zhooks: expected its package offload, found {tmp_path / found}, " in done.stderr
+    assert f"ImportError: zhooks expected its package offload, found {tmp_path / found}, " in done.stderr
 
 
 def test_a_folder_called_offload_without_code_of_that_name_changes_nothing(tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path, zprof: Zpr
     for command in (["show"], ["verify"], ["convert", "-o", tmp_path / "m.safetensors"]):
         result = zprof("checkpoint", *command, path)
         assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
-        assert "expected a checkpoint that attachment.save() wrote" in result.stderr
+        assert "Expected a checkpoint that attachment.save() wrote" in result.stderr
 
 
 def test_a_manifest_that_contradicts_itself_is_refused_whatever_it_says(copied: Path, tmp_path: Path, zprof: Zprof) -> None:

@@ -438,7 +438,7 @@ def test_a_budget_that_is_too_small_is_explained_and_the_remedies_are_some(tmp_p
     (tmp_path / "train.py").write_text(PLACED)
     failed = python("-m", "zprof", "run", "train.py", "host", "host", "4 MiB", at=tmp_path)
     assert failed.returncode == 1
-    assert "BudgetError: [budget] host: expected memory for " in failed.stderr
+    assert "BudgetError: [budget] host is too small. Expected memory for " in failed.stderr
     said = explanation(failed.stderr)
     assert said[0] == (
         "out of memory: [budget] host refused about 4.02 MiB for optimizer states of Adam, in step: limit 4 MiB, 2.02 MiB short"

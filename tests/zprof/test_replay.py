@@ -342,7 +342,7 @@ BAD = [
 
 @pytest.mark.parametrize(("text", "said"), BAD)
 def test_settings_torch_would_refuse_are_refused_in_one_line(text: str, said: str) -> None:
-    with pytest.raises(PolicyError, match=r"^allocator settings: .*expected .*, found .*; ") as refused:
+    with pytest.raises(PolicyError, match=r"^allocator settings are not valid: .* Expected .*, found .*; ") as refused:
         parse_settings(text)
     assert said in str(refused.value) and "\n" not in str(refused.value)
 

@@ -217,10 +217,10 @@ def test_the_text_says_what_to_do_next_and_a_jobs_own_words_go_to_stderr(made: P
 @pytest.mark.parametrize(
     ("name", "code", "said"),
     [
-        ("near", 1, 'hardware: expected one of a100-80, b200, h100, h200, rtx4090, v100-32, found "h10"; did you mean h100?'),
-        ("reading", 1, f"/job.py:{line_of('item()')}: expected code that needs no values"),
+        ("near", 1, 'hardware must be one of a100-80, b200, h100, h200, rtx4090, v100-32, found "h10"; did you mean h100?'),
+        ("reading", 1, f"/job.py:{line_of('item()')} reads values. Expected code that needs no values"),
         ("broken", 1, f"/job.py:{line_of('no such batch')}: step of job.py:broken raised ValueError: no such batch"),
-        ("number", 1, "simulate: expected that build returns a model, or a model and its optimizer, found int."),
+        ("number", 1, "simulate expected that build returns a model, or a model and its optimizer, found int."),
         ("one stage", 1, f"/job.py:{line_of('no such stage')}: step of job.py:one_fails raised ValueError: no such stage"),
         ("stages", 2, "-o: expected a mesh without pp, as a trace has one rank for all, found pp=2; drop one"),
         ("unknown axis", 1, "expected a mesh of axes 'shard' or 'dp' or 'fsdp' or 'dp_shard', 'replicate' or"),
@@ -234,8 +234,8 @@ def test_the_text_says_what_to_do_next_and_a_jobs_own_words_go_to_stderr(made: P
         ("ended", 1, "found that call 2 of 2 ran nothing on the device."),
         ("slow", 2, "'5': expected ranks and how many times as long they take, such as 5:compute=1.5"),
         ("backwards", 2, "'5-3:compute=2': expected ranks and how many times as long they take"),
-        ("faster", 1, "slow: expected compute to be a factor of at least 1.0, by which it takes longer, found 0.5."),
-        ("nobody", 1, "slow: expected ranks as numbers from 0 to 7, found [8]."),
+        ("faster", 1, "slow expected compute to be a factor of at least 1.0, by which it takes longer, found 0.5."),
+        ("nobody", 1, "slow expected ranks as numbers from 0 to 7, found [8]."),
         ("setting", 1, "did you mean expandable_segments?"),
     ],
 )

@@ -81,7 +81,7 @@ class _Copying:
             return self._known[id(value)][1]
         if len(self._known) > _MOST_OBJECTS:
             raise CapabilityError(
-                f'[activation] checkpoint = "unit": expected inputs of unit {self._unit} that can be saved for recomputation, '
+                f'[activation] checkpoint = "unit" needs inputs of unit {self._unit} that can be saved for recomputation, '
                 f"found more than {_MOST_OBJECTS:,} objects in them. Pass tensors to the module, choose other units with "
                 '[units], or set checkpoint = "none".'
             )

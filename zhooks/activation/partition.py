@@ -390,7 +390,7 @@ def check_axis(policy: Policy, names: Sequence[str]) -> None:
     wanted = policy.activation.partition
     if wanted != "none" and wanted not in names:
         raise AttachError(
-            f'[activation] partition: expected an axis named "{wanted}" in the mesh, found {", ".join(names)}. Attach '
+            f'[activation] partition needs an axis named "{wanted}" in the mesh, found {", ".join(names)}. Attach '
             f'with mesh = init_device_mesh(..., mesh_dim_names=("dp", "{wanted}")), or set partition = "none".'
         )
 

@@ -78,7 +78,7 @@ def _keeps_only_inputs(module: nn.Module) -> bool:
 def nothing_recomputed(model: nn.Module, units: Sequence[Unit]) -> str:
     """The warning for a model without such modules."""
     return (
-        '[activation] checkpoint = "unit": expected units that keep more than their inputs, found none in the '
+        '[activation] checkpoint = "unit" needs units that keep more than their inputs, found none in the '
         f"{type(model).__name__}: of its {counted(len(units), 'unit')} each is a single layer, or the whole model. Nothing is "
         'recomputed, and no memory is saved. Choose the blocks as units, for example with [units] names = ["layers.*"] or '
         'classes = ["Block"]; attachment.describe() lists the units.'
@@ -165,7 +165,8 @@ class _Attributes:
             known.setdefault(id(one.table), set()).add(one.name)
             if isinstance(one.found, Tensor) and one.found._version != one.version:
                 raise ShardedOpError(
-                    f'unit {self._unit}: expected a forward that [activation] checkpoint = "unit" can run again, found that it '
+                    f'Unit {self._unit} cannot run its forward again. Expected a forward that [activation] checkpoint = "unit" '
+                    'can run again, found that it '
                     f"wrote the tensor {one.name} of a module in place, so that the second forward would read another value. "
                     f"Assign a new tensor, register {one.name} as a buffer, or set checkpoint = \"none\"."
                 )
@@ -414,7 +415,7 @@ def _checkpoint() -> Make:
     by_name = {"respect_saved_tensors_hooks": False} if "respect_saved_tensors_hooks" in names else {}
     if make is None or names != [*fixed, *early, "args", *by_name, "kwargs"]:
         raise CapabilityError(
-            f"[activation] checkpoint: expected torch {torch.__version__} to have a checkpoint that hooks can drive "
+            f"[activation] checkpoint needs torch {torch.__version__} to have a checkpoint that hooks can drive "
             f"({_CALLED}._checkpoint_without_reentrant_generator), found {names or 'none'}; "
             'use torch 2.8 to 2.15, or checkpoint = "none" and torch.utils.checkpoint in the model'
         )

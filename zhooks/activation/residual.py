@@ -151,7 +151,7 @@ class Residual:
         if heads is not None:
             if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
                 raise PolicyError(
-                    f"heads: expected a number of attention heads, 1 or more, found {shown(heads)}. Omit it if the model's "
+                    f"heads must be a number of attention heads, 1 or more, found {shown(heads)}. Omit it if the model's "
                     "modules define it."
                 )
             self.terms = replace(self.terms, heads=heads)

@@ -313,8 +313,8 @@ class SavedParameters:
             raise modified(f"tensor of shape {list(part.form.shape)}", part.probe._version, part.version)
         if self.parted:
             raise AttachError(
-                f"{part.slot.key}: expected backward before detach, found inputs that are partitioned over ranks which no "
-                "longer exchange them. Run backward() first, or the forward again."
+                f"Cannot run {part.slot.key} backward. Expected backward before detach, found inputs that are partitioned over "
+                "ranks which no longer exchange them. Run backward() first, or the forward again."
             )
         return part.owner.open(part)
 

@@ -174,10 +174,10 @@ class Changeable:
         stage = self._comm.stage
         with all_or_none(stage, "apply"):
             if policy is None and mesh is None:
-                raise PolicyError("apply: expected a path, a mapping or a Policy, found None; pass the new policy")
+                raise PolicyError("apply expected a path, a mapping or a Policy, found None; pass the new policy")
             if mesh is not None and self._runtime.reducer.replicas.jobs:
                 raise CapabilityError(
-                    "reshard: expected a model that only this job trains, found one of several replicas, which must all be "
+                    "reshard expected a model that only this job trains, found one of several replicas, which must all be "
                     "sharded the same way. Call shutdown() of the Replicas first."
                 )
             chosen = self.policy if policy is None else Policy.of(policy)
@@ -313,7 +313,7 @@ class Changeable:
         """Part of the model is where another policy has it, and nothing can be done about that."""
         self._torn = True
         self._runtime.members.barred = (
-            "forward: expected a model under one policy on one mesh, found one whose change to another failed halfway. "
+            "forward expected a model under one policy on one mesh, found one whose change to another failed halfway. "
             "Load the last checkpoint in new processes."
         )
 

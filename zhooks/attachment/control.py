@@ -72,13 +72,13 @@ class Controlled:
         with all_or_none(self._comm.stage, verb):
             if not isinstance(module, nn.Module):
                 raise AttachError(
-                    f"{verb}: expected a module of the attached model, found {type(module).__name__}. Pass the module itself."
+                    f"{verb} expected a module of the attached model, found {type(module).__name__}. Pass the module itself."
                 )
             wanted = {id(param) for param in tree.parameters(module)}
             found = [unit for unit in self._units if any(id(param) in wanted for flat in unit.flats for param in flat.params)]
             if not found:
                 raise AttachError(
-                    f"{verb}: expected a module with attached parameters, found {type(module).__name__} with none. Pass a "
+                    f"{verb} expected a module with attached parameters, found {type(module).__name__} with none. Pass a "
                     "module of the attached model that [units] ignore does not name."
                 )
         return found
@@ -103,7 +103,7 @@ class Controlled:
         self._check_attached("register_reduce_hook")
         if (before is None and after is None) or not all(hook is None or callable(hook) for hook in (before, after)):
             raise AttachError(
-                f"register_reduce_hook: expected before or after to be functions of a unit's name and a tensor, found "
+                f"register_reduce_hook expected before or after to be functions of a unit's name and a tensor, found "
                 f"{type(before).__name__} and {type(after).__name__}. Pass at least one."
             )
         return self._runtime.reducer.hooks.register(before, after)

@@ -129,5 +129,5 @@ class Resumable(Stateful):
 def _listed(folders: Any) -> list[str | os.PathLike[str]]:
     given = [folders] if isinstance(folders, (str, os.PathLike)) else folders
     if not isinstance(given, (list, tuple)):
-        raise CheckpointError(f"resume: expected folders, found {shown(folders)}. Name them in a list.")
+        raise CheckpointError(f"resume expected folders, found {shown(folders)}. Name them in a list.")
     return list(given)

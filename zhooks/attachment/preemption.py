@@ -43,7 +43,7 @@ class Preemptible(Stateful):
             chosen = checked_signals(signals)
             if self._preemption is not None and self._preemption.signals != chosen:
                 raise AttachError(
-                    f"catch_preemption: expected the signals that are caught already, {_names(self._preemption.signals)}, "
+                    f"catch_preemption expected the signals that are caught already, {_names(self._preemption.signals)}, "
                     f"found {_names(chosen)}. Catch all of them with the first call."
                 )
         problem = disagreement(self._comm.stage, {"catch_preemption": {"signals": _names(chosen)}})
@@ -70,7 +70,7 @@ class Preemptible(Stateful):
         self._check_attached("preempted")
         if self._preemption is None:
             raise AttachError(
-                "preempted: expected signals to catch, found none. Call attachment.catch_preemption() before the loop, "
+                "preempted expected signals to catch, found none. Call attachment.catch_preemption() before the loop, "
                 "on every rank."
             )
         self._runtime.finish_backward()

@@ -87,7 +87,7 @@ class Recovering:
         self._check_attached("recover")
         failure = self._comm.failure
         if not computes_on_host(self._device):
-            raise CapabilityError(f"recover: expected parameters on the CPU, found them on {self._device}. {_RESTART}")
+            raise CapabilityError(f"recover expected parameters on the CPU, found them on {self._device}. {_RESTART}")
         if failure is None:
             return self._at_rest(self._runtime.abandon() or self._runtime.reducer.holds, "")
         verdict = failure.verdict
@@ -141,7 +141,7 @@ class Recovering:
             DivergenceError: it did; on every rank.
         """
         if self._apart:
-            raise DivergenceError(f"{verb}: {self._apart}")
+            raise DivergenceError(f"{verb} {self._apart}")
 
     def _check_reload(self, verb: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """After a recovery that found ranks at different steps, optimizers differ between them as parameters do.
@@ -151,7 +151,7 @@ class Recovering:
         """
         if self._apart and any(all(one is not each for each in optimizers) for one in self._optimizers.here()):
             raise DivergenceError(
-                f"{verb}: expected all optimizers that have stepped, because ranks are at different steps, found that some are "
+                f"{verb} expected all optimizers that have stepped, because ranks are at different steps, found that some are "
                 "missing. Pass all of them."
             )
 

@@ -136,7 +136,7 @@ class Replicated:
         reducer = self._runtime.reducer
         if reducer.open or any(gradient.partial is not None for gradient in reducer.gradients.values()):
             raise ShardedOpError(
-                "step over replicas: expected all gradients of the previous step to be reduced, found partial sums that "
+                "step over replicas expected all gradients of the previous step to be reduced, found partial sums that "
                 "no_sync holds back. End each step with a backward outside of no_sync."
             )
         for param in tree.parameters(self.model):
@@ -195,4 +195,4 @@ class Replicated:
 
 
 def _refused(found: str, advice: str) -> CapabilityError:
-    return CapabilityError(f"replicas: expected a setup that elastic replicas can train, found {found}. {advice}")
+    return CapabilityError(f"replicas expected a setup that elastic replicas can train, found {found}. {advice}")

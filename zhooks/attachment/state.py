@@ -63,11 +63,11 @@ class Stateful:
         """What the attachment knew of the model is over once it is detached, and would be read or written in vain."""
         if self._undo is None:
             raise AttachError(
-                f"{verb}: expected an attached model, found one that was detached already. To go on training, attach it again."
+                f"{verb} expected an attached model, found one that was detached already. To go on training, attach it again."
             )
         if self._torn:
             raise AttachError(
-                f"{verb}: expected a model under one policy on one mesh, found one whose change to another failed halfway, "
+                f"{verb} expected a model under one policy on one mesh, found one whose change to another failed halfway, "
                 "because ranks or tiers failed. Load the last checkpoint in new processes."
             )
 
@@ -270,19 +270,19 @@ class Stateful:
 
         def check() -> None:
             if not isinstance(wait, bool):
-                raise CheckpointError(f"save: expected wait=True or False, found {shown(wait)}. Pass one of them.")
+                raise CheckpointError(f"save expected wait=True or False, found {shown(wait)}. Pass one of them.")
             if keep is not None and (type(keep) is not int or keep < 1):
-                raise CheckpointError(f"save: expected keep to be None or at least 1, found {shown(keep)}. Pass one of these.")
+                raise CheckpointError(f"save expected keep to be None or at least 1, found {shown(keep)}. Pass one of these.")
             if refuse and self._saving is not None and not self._saving.done:
                 raise CheckpointError(
-                    f"save: expected the save to {shown_path(self._saving.folder)} to be finished, found it at "
+                    f"save expected the save to {shown_path(self._saving.folder)} to be finished, found it at "
                     f"{self._saving.progress.written} of {self._saving.progress.total} bytes. Save later, or set [save] "
                     'while_saving = "wait".'
                 )
 
         ranks.run(check)
         if not ranks.same(f"{wait} {keep}"):
-            raise CheckpointError("save: expected the same wait and keep on every rank, found different ones. Pass the same.")
+            raise CheckpointError("save expected the same wait and keep on every rank, found different ones. Pass the same.")
 
     def _finish_saving(self, verb: str) -> None:
         """Wait for the save that goes on beside training.  Collective where there is one.
@@ -296,7 +296,7 @@ class Stateful:
                 saving.wait()
             except CheckpointError as error:
                 raise CheckpointError(
-                    f"{verb}: expected the background save to {shown_path(saving.folder)} to succeed, found: {error} "
+                    f"{verb} expected the background save to {shown_path(saving.folder)} to succeed, found: {error} "
                     f"This call did nothing; {verb} again."
                 ) from error
 
@@ -369,7 +369,7 @@ class Stateful:
         others = [one for one in holders(list(self._ignored.params.values())) if all(one.state is not each for each in states)]
         if others:
             raise CheckpointError(
-                f"{verb}: expected to be told which optimizers to include, found {type(others[0]).__name__} with parameters "
+                f"{verb} expected to be told which optimizers to include, found {type(others[0]).__name__} with parameters "
                 "that are in [units] ignore. Pass all of them: optimizer=[...], or () for none."
             )
 

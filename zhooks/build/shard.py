@@ -191,8 +191,8 @@ def _swap_in(flat: Flat, index: int, param: nn.Parameter) -> None:
     except RuntimeError as error:
         bare._backward_hooks, bare._post_accumulate_grad_hooks, bare.grad = hooks, post, own_grad
         raise AttachError(
-            f"parameter {spec.name}: expected nothing else to refer to its memory, found: {str(error).splitlines()[0]} "
-            "Drop graphs (loss, outputs) of earlier forwards before attach."
+            f"Cannot shard parameter {spec.name}. Expected nothing else to refer to its memory, found: "
+            f"{str(error).splitlines()[0]} Drop graphs (loss, outputs) of earlier forwards before attach."
         ) from error
     if grad is not None:
         param.grad = grad

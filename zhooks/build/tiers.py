@@ -229,7 +229,7 @@ def _disk(policy: Policy, seam: Device, rank: int, bus: Bus, budget: Budget) -> 
         if chosen.direct is True and not file.direct:
             file.close()
             raise CapabilityError(
-                f"[disk] direct = true: expected a file system that supports direct I/O, found none at {chosen.folder}. Choose "
+                f"[disk] direct = true needs a file system that supports direct I/O, found none at {chosen.folder}. Choose "
                 'another [disk] path, or direct = "auto".'
             )
         return file

@@ -110,8 +110,8 @@ class Writing(Ending):
             self._writer.abort()
             self._folder.close()
             raise CapabilityError(
-                f"save {shown_path(self.target)}: expected a writer thread to start, found {error}. Raise ulimit -u, or save "
-                "with wait=True."
+                f"Cannot save {shown_path(self.target)}. Expected a writer thread to start, found {error}. Raise ulimit -u, or "
+                "save with wait=True."
             ) from error
 
     @property
@@ -235,8 +235,8 @@ class Saving:
             self._writing.heard()
             self._concluded = True
             self._failure = (
-                f"save {shown_path(self.folder)}: expected every rank to begin it, found that some were interrupted. Save "
-                "again."
+                f"Cannot save {shown_path(self.folder)}. Expected every rank to begin it, found that some were interrupted. "
+                "Save again."
             )
 
     def wait(self) -> None:
@@ -249,7 +249,7 @@ class Saving:
         if not self._concluded and writing is not None:
             if not writing.here:
                 raise CheckpointError(
-                    f"save {shown_path(self.folder)}: expected the process that saves, found a fork of it. Wait in that "
+                    f"Cannot save {shown_path(self.folder)}. Expected the process that saves, found a fork of it. Wait in that "
                     "process."
                 )
             writing.join()

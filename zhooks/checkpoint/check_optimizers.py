@@ -79,7 +79,7 @@ def check_optimizers(run: RunState, sources: Sequence[Source]) -> list[Optimizer
         if found != kinds:
             what = "Pass the same ones in the same order" if kinds else "Build them before loading"
             raise CheckpointError(
-                f"load: expected the optimizers of the checkpoint ({', '.join(found) or 'none'}), "
+                f"load expected the optimizers of the checkpoint ({', '.join(found) or 'none'}), "
                 f"found {', '.join(kinds) or 'none'}. {what}, or pass optimizer=() to load only the model."
             )
     return [_check_optimizer(run, number, optimizer, sources) for number, optimizer in enumerate(run.optimizers)]
@@ -131,7 +131,7 @@ def _check_names(optimizer: torch.optim.Optimizer, entries: Mapping[nn.Parameter
         except KeyError as error:
             kind, found = type(optimizer).__name__, ", ".join(sorted(map(str, names)))
             raise CheckpointError(
-                f"load: expected {kind}'s states of each parameter ({', '.join(map(str, before))}), found {found[:160]}, "
+                f"load expected {kind}'s states of each parameter ({', '.join(map(str, before))}), found {found[:160]}, "
                 f"without which its step fails (KeyError: {error}). Load another checkpoint."
             ) from error
         except Exception:
@@ -199,7 +199,7 @@ def _keys(group: int, names: Sequence[str]) -> dict[tuple[int, str, int], int]:
 
 def _grouped(optimizer: torch.optim.Optimizer, group: int, named: Sequence[Any], saved: Sequence[Any]) -> CheckpointError:
     return CheckpointError(
-        f"load: expected {type(optimizer).__name__} with the parameter groups of the checkpoint, found different ones from "
+        f"load expected {type(optimizer).__name__} with the parameter groups of the checkpoint, found different ones from "
         f"group {group} on ({counted(len(named), 'group')} here, {len(saved)} there). Group parameters in the same way."
     )
 
@@ -236,7 +236,7 @@ def _options(number: int, optimizer: torch.optim.Optimizer, sources: Sequence[So
             for key in one.keys() | other.keys():
                 if key not in one or key not in other or not _equal(one[key], other[key]):
                     raise CheckpointError(
-                        f"load: expected the same options of {type(optimizer).__name__} in all folders, found "
+                        f"load expected the same options of {type(optimizer).__name__} in all folders, found "
                         f"{str(one.get(key))[:40]} and {str(other.get(key))[:40]} as {key} of group {group}. Load each "
                         "stage's own folder."
                     )
@@ -296,7 +296,7 @@ def _check_options(optimizer: torch.optim.Optimizer, here: Mapping[str, Any], sa
         free = usual is None and key not in _FLAGS
         if key not in saved or not (free or _kind(saved[key], number=True) == _kind(usual, number=True)):
             raise CheckpointError(
-                f"load: expected {kind}'s {key} to be of the same kind as {str(here.get(key))[:80]} here, found "
+                f"load expected {kind}'s {key} to be of the same kind as {str(here.get(key))[:80]} here, found "
                 f"{str(saved.get(key))[:80]} in the checkpoint. Build the optimizer as it was saved, or load another "
                 "checkpoint."
             )
@@ -353,7 +353,7 @@ def _check_entries(
             counts = key != "step" or (isinstance(count, (int, float)) and 0 <= count < float("inf"))
             if _kind(value) != kind or not counts:
                 raise CheckpointError(
-                    f"load: expected {type(optimizer).__name__}'s {str(key)[:80]} in the form it has for every parameter, "
+                    f"load expected {type(optimizer).__name__}'s {str(key)[:80]} in the form it has for every parameter, "
                     f"found {str(value)[:80]}. Load another checkpoint."
                 )
     return entries

@@ -81,8 +81,8 @@ def check(run: RunState, folders: Sequence[SavedFolder]) -> tuple[Loading, int]:
         run.check_room(loading.new_states())
     except BudgetError as error:
         raise CheckpointError(
-            f"load {folders[0].path}: expected room for the optimizer's states on their tiers, found: {error}. Nothing was "
-            "loaded."
+            f"Cannot load {folders[0].path}. Expected room for the optimizer's states on their tiers, found: {error}. Nothing "
+            "was loaded."
         ) from error
     return loading, nbytes
 
@@ -95,7 +95,7 @@ def _same_names(what: str, saved: Iterable[str], here: Iterable[str], advice: st
         sides = ((saved - here, "in the checkpoint"), (here - saved, "here"))
         found = [f"{', '.join(sorted(only))} only {where}" for only, where in sides]
         found = [text for text in found if not text.startswith(" only")]
-        raise CheckpointError(f"load: expected the same {what} here as in the checkpoint, found {'; '.join(found)}. {advice}")
+        raise CheckpointError(f"load expected the same {what} here as in the checkpoint, found {'; '.join(found)}. {advice}")
 
 
 def _in_stages(saved: Saved) -> bool:
@@ -147,7 +147,7 @@ def _check_buffers(saved: Saved) -> dict[str, tuple[SavedFolder, int]]:
             data = next(row.index(rank) for row in kept.data if rank in row)
             if len({_digest(folder, kept.data[tp][data], name) for tp in range(kept.tp)}) > 1:
                 raise CheckpointError(
-                    f"load {folder.path}: expected the same buffers on all {kept.tp} tp ranks, because buffers are not "
+                    f"Cannot load {folder.path}. Expected the same buffers on all {kept.tp} tp ranks, because buffers are not "
                     f"resharded, found different values of {name}. Load it with as many tp ranks."
                 )
     return where
@@ -157,8 +157,8 @@ def _of_each_rank(folder: SavedFolder, what: str) -> CheckpointError:
     """Other ranks than saved cannot each have what was a rank's own."""
     data, place = folder.layout.places.data, folder.place
     return CheckpointError(
-        f"load {folder.path}: expected as many ranks as saved, {len(data[0])} x {len(data)} (data x tp), because each rank "
-        f"has its own {what}, found {place.data_world} x {place.own.tp}. Load it on as many."
+        f"Cannot load {folder.path}. Expected as many ranks as saved, {len(data[0])} x {len(data)} (data x tp), because each "
+        f"rank has its own {what}, found {place.data_world} x {place.own.tp}. Load it on as many."
     )
 
 
@@ -202,7 +202,7 @@ def _check_objects(saved: Saved) -> dict[str, Any]:
     given, kept = saved.run.objects, saved.document(saved.main)["objects"]
     if given is None and kept:
         raise CheckpointError(
-            f"load: expected the objects that were saved ({', '.join(sorted(kept))}), found none. Pass the same objects= "
+            f"load expected the objects that were saved ({', '.join(sorted(kept))}), found none. Pass the same objects= "
             "as to save(), or objects={} to skip them."
         )
     if not given:

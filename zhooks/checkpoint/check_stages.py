@@ -42,8 +42,8 @@ def check_stages(comm: Comm, loading: Loading) -> None:
         problem = next(iter(twice + lost), "")
     if problem:
         raise CheckpointError(
-            f"load {loading.folders[0].path}: expected each stage's own folder, or the same folders on all stages with each "
-            f"parameter in one stage, under the name it was saved with, found {problem}. Use the same module names in all "
+            f"Cannot load {loading.folders[0].path}. Expected each stage's own folder, or the same folders on all stages with "
+            f"each parameter in one stage, under the name it was saved with, found {problem}. Use the same module names in all "
             "stages and in the whole model."
         )
 

@@ -67,9 +67,9 @@ def check_partials(saved: Saved) -> dict[str, InFlat]:
         any_held = any(name in record.tensors for record in folder.manifest.files for name in names)
         if any_held and not folder.as_many:
             raise CheckpointError(
-                f"load {folder.path}: expected as many ranks as saved, {len(kept.data[0])} x {kept.tp} (data x tp), because "
-                f"gradients accumulated inside no_sync differ per rank, found {place.data_world} x {place.own.tp}. Load it "
-                "on as many, or save after an accumulation has ended."
+                f"Cannot load {folder.path}. Expected as many ranks as saved, {len(kept.data[0])} x {kept.tp} (data x tp), "
+                f"because gradients accumulated inside no_sync differ per rank, found {place.data_world} x {place.own.tp}. "
+                "Load it on as many, or save after an accumulation has ended."
             )
         rows = saved.document(folder)["partials"]
         require(len(rows) == len(folder.layout.flats), "a row a unit")
@@ -123,8 +123,8 @@ def check_flat_states(saved: Saved, states: Sequence[OptimizerStates]) -> dict[i
                 found.setdefault((here, which, key, kept), {})[index] = InFlat(folder, param, name)
     if waiting:
         raise CheckpointError(
-            f"{saved.main.path}: expected a tensor for every optimizer state, found {len(waiting)} without. The file is "
-            "damaged."
+            f"Cannot load {saved.main.path}. Expected a tensor for every optimizer state, found {len(waiting)} without. The "
+            "file is damaged."
         )
     out: dict[int, list[FlatState]] = {}
     for (here, which, key, dtype), held in found.items():
@@ -160,6 +160,6 @@ def _check_fits(where: InFlat, spec: ParamShard, dtype: torch.dtype) -> None:
             values = reader.elements(where.name, offset + at, min(most, numel - at))
             if bool((values.to(dtype).isinf() & values.isfinite()).any()):
                 raise CheckpointError(
-                    f"load {folder.path}: expected numbers that {dtype} can hold, found larger ones in {where.name} of "
+                    f"Cannot load {folder.path}. Expected numbers that {dtype} can hold, found larger ones in {where.name} of "
                     f"{spec.name}, saved as {saved}. Attach a model in a dtype with that range."
                 )

@@ -64,7 +64,7 @@ def check_whole(optimizer: torch.optim.Optimizer, key: str, value: Any, held: An
     if saved and expected and saved != expected:
         names = [", ".join(sorted(map(str, each))) for each in (expected, saved)]
         raise CheckpointError(
-            f"load: expected {type(optimizer).__name__}'s {key[:80]} in {names[0]}, as it has it for every parameter, found "
+            f"load expected {type(optimizer).__name__}'s {key[:80]} in {names[0]}, as it has it for every parameter, found "
             f"{names[1]} in the checkpoint. Load another checkpoint."
         )
 
@@ -83,6 +83,6 @@ def check_fits(optimizer: torch.optim.Optimizer, key: str, value: Any, follow: F
     for each in tree_leaves(value):
         if isinstance(each, Tensor) and bool((each.to(follow(each.dtype)).isinf() & each.isfinite()).any()):
             raise CheckpointError(
-                f"load: expected numbers that {follow(each.dtype)} can hold, found larger ones in {type(optimizer).__name__}'s "
+                f"load expected numbers that {follow(each.dtype)} can hold, found larger ones in {type(optimizer).__name__}'s "
                 f"{key[:80]}, saved as {each.dtype}. Attach a model in a dtype with that range."
             )

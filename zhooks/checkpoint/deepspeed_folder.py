@@ -127,7 +127,7 @@ class _Content:
 
     def entry(self, name: str) -> Entry:
         if name not in self.entries:
-            raise CheckpointError(f"{self.path}: expected {name}, found no such tensor. Load another checkpoint.")
+            raise CheckpointError(f"Cannot load {self.path}. Expected {name}, found no such tensor. Load another checkpoint.")
         return self.entries[name]
 
     def elements(self, name: str, start: int, numel: int) -> Tensor:
@@ -280,7 +280,7 @@ def _options(
 
 def _other(saved: SavedRun, expected: str, found: str) -> CheckpointError:
     return CheckpointError(
-        f"load {saved.path}: expected {expected}, found {found}. Build the optimizer as it was built for DeepSpeed before "
-        "loading, or pass optimizer=() to load only the model."
+        f"Cannot load {saved.path}. Expected {expected}, found {found}. Build the optimizer as it was built for DeepSpeed "
+        "before loading, or pass optimizer=() to load only the model."
     )
 

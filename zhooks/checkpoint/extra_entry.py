@@ -27,7 +27,9 @@ def saved_extra(folder: str | os.PathLike[str], key: str) -> tuple[int, Any]:
     saved = SavedModel(find(destination(folder, "load")))
 
     def refuse(name: str) -> Tensor:
-        raise CheckpointError(f"load {saved.path}: expected plain data at {key}, found a tensor ({name}). It is damaged.")
+        raise CheckpointError(
+            f"Cannot load {saved.path}. Expected plain data at {key}, found a tensor ({name}). It is damaged."
+        )
 
     packed = saved.document().get("extra")
     rows = packed.get("dict") if isinstance(packed, dict) else None

@@ -179,6 +179,6 @@ def _whole(comm: Comm, how: dict[str, Any], value: Any) -> Any:
 
 def _expected(found: str) -> CheckpointError:
     return CheckpointError(
-        f'load_state_dict: expected "optimizer" to be what state_dict() returned for this optimizer, found {found}. Build the '
+        f'load_state_dict expected "optimizer" to be what state_dict() returned for this optimizer, found {found}. Build the '
         "same optimizer with the same groups, or omit it to load only the model."
     )

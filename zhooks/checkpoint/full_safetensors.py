@@ -68,7 +68,7 @@ def _check_plain(ignored: Ignored) -> None:
     """
     for name, one in ignored.frozen.items():
         raise CheckpointError(
-            f"save_full: expected plain parameters, found {len(ignored.frozen)} frozen of tensor subclasses ({name} is a "
+            f"save_full expected plain parameters, found {len(ignored.frozen)} frozen of tensor subclasses ({name} is a "
             f"{one.kind}), which safetensors cannot hold. Use save(), or state_dict(), which leaves them out and says so, "
             "or save only the adapters."
         )
@@ -78,13 +78,13 @@ def _check_replaceable(path: Path, given: Path) -> None:
     """There is a folder to write into, and what is at the path may make room for a file."""
     if not path.parent.is_dir():
         raise CheckpointError(
-            f"save_full {shown_path(given)}: expected a folder to write into, found none at {shown_path(given.parent)}. Make "
-            "it, or choose another path."
+            f"Cannot write {shown_path(given)}. Expected a folder to write into, found none at {shown_path(given.parent)}. "
+            "Make it, or choose another path."
         )
     with suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
         if not stat.S_ISREG(mode):
             found = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
             raise CheckpointError(
-                f"save_full {shown_path(given)}: expected a file or no such path, found {found}. Choose another path."
+                f"Cannot write {shown_path(given)}. Expected a file or no such path, found {found}. Choose another path."
             )

@@ -92,7 +92,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None, units: Sequence[Un
     groups = () if optimizer is None else optimizer.param_groups
     if any(isinstance(param, ShardedTensor) and id(param) not in ours for group in groups for param in group["params"]):
         raise CheckpointError(
-            f"state_dict: expected an optimizer of only this attachment's parameters, found {type(optimizer).__name__} with "
+            f"state_dict expected an optimizer of only this attachment's parameters, found {type(optimizer).__name__} with "
             "some of another attachment. Build one for each attachment, or use save() of both."
         )
 
@@ -149,7 +149,7 @@ def _loss_scale_of(state: object) -> dict[str, Any]:
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(
-            f'load_state_dict: expected {{"model": ..., "optimizer": ...}} as state_dict() returns it, found '
+            f'load_state_dict expected {{"model": ..., "optimizer": ...}} as state_dict() returns it, found '
             f"{type(state).__name__}. Ranks other than the first may pass {{}}."
         )
     return {key: value for key, value in state.items() if key == "loss_scale"}
@@ -191,7 +191,7 @@ def load_full_state(
         check_left_out(ignored, left_out, "load_state_dict")
         if optimizer is None and state.get("optimizer") is not None:
             raise CheckpointError(
-                'load_state_dict: expected the optimizer whose state is under "optimizer", found none known to the attachment. '
+                'load_state_dict expected the optimizer whose state is under "optimizer", found none known to the attachment. '
                 'Pass optimizer=..., or a state without "optimizer" to load only the model.'
             )
         return {plain_name(name): value for name, value in state["model"].items()}, (scaled, known, left_out)
@@ -221,7 +221,7 @@ def load_full_state(
 def _unwrapped(state: dict[str, Any]) -> str:
     found = ", ".join(list(map(str, state))[:3]) or "nothing"
     return (
-        f'load_state_dict: expected {{"model": ..., "optimizer": ...}} as state_dict() returns it, found {found}. Pass a plain '
+        f'load_state_dict expected {{"model": ..., "optimizer": ...}} as state_dict() returns it, found {found}. Pass a plain '
         'model\'s state as {"model": state}.'
     )
 
@@ -229,7 +229,7 @@ def _unwrapped(state: dict[str, Any]) -> str:
 def _mismatch(model: nn.Module, values: Any, left_out: Collection[str]) -> str:
     if not isinstance(values, Mapping):
         kind = type(values).__name__
-        return f"load_state_dict: expected \"model\" to be a dict of tensors by name, found {kind}. Pass a state_dict()."
+        return f"load_state_dict expected \"model\" to be a dict of tensors by name, found {kind}. Pass a state_dict()."
     values = {plain_name(str(name)): value for name, value in values.items()}
     wanted = {
         plain_name(name): tuple(tensor.shape)
@@ -248,7 +248,7 @@ def _mismatch(model: nn.Module, values: Any, left_out: Collection[str]) -> str:
         if names
     ]
     return (
-        f"load_state_dict: expected the names and shapes of this model, found {'; '.join(found)}. Load a state of the "
+        f"load_state_dict expected the names and shapes of this model, found {'; '.join(found)}. Load a state of the "
         "same model."
     )
 
@@ -277,7 +277,7 @@ def gathered(
     left = {name: param for name, param in ignored.params.items() if id(param) in wanted}
     if left and write:
         raise CheckpointError(
-            f"gathered(write=True): expected attached parameters, found {next(iter(left))}, which is in [units] ignore and "
+            f"gathered(write=True) expected attached parameters, found {next(iter(left))}, which is in [units] ignore and "
             "whole on every rank. Pass only attached parameters; write to that one directly, on every rank."
         )
     values |= {id(param): param.detach() for param in plain_of(ignored, "gathered").values() if id(param) in wanted}
@@ -286,7 +286,7 @@ def gathered(
     missing = [param for param in parameters if id(param) not in values]
     if missing:
         raise CheckpointError(
-            f"gathered: expected parameters of this model, found {counted(len(missing), 'other')}. Pass model.parameters() or "
+            f"gathered expected parameters of this model, found {counted(len(missing), 'other')}. Pass model.parameters() or "
             "some of them."
         )
     slots = [(unit, slot) for unit in touched for slot in unit.slots if id(unit.flats[slot.flat].params[slot.index]) in wanted]

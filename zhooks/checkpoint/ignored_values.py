@@ -41,7 +41,7 @@ def plain_of(ignored: Ignored, verb: str) -> dict[str, nn.Parameter]:
     for name, param in found.items():
         if type(param) is not nn.Parameter and not is_divided(param):
             raise CheckpointError(
-                f"{verb}: expected the ignored {name} to be a plain parameter, or frozen since attach, found "
+                f"{verb} expected the ignored {name} to be a plain parameter, or frozen since attach, found "
                 f"{type(param).__module__}.{type(param).__qualname__}, which may hold more than its values. Save and load it "
                 "yourself, or detach() first."
             )
@@ -78,7 +78,7 @@ def check_left_out(ignored: Ignored, saved: object, verb: str) -> None:
     where = "here" if name in here else "in the checkpoint"
     found = f"different values of {name}" if name in here and name in theirs else f"{name} only {where}"
     raise CheckpointError(
-        f"{verb}: expected the same frozen parameters of tensor subclasses (the quantised base) as when this was saved, by "
+        f"{verb} expected the same frozen parameters of tensor subclasses (the quantised base) as when this was saved, by "
         f"checksum, because their values are not in it; found {found}. Build the same base, quantised in the same way, and "
         "load again."
     )
@@ -93,7 +93,7 @@ def check_own(ignored: Ignored, verb: str) -> None:
     for name, param in ignored.params.items():
         if isinstance(param, ShardedTensor):
             raise CheckpointError(
-                f"{verb}: expected only parameters of this attachment, found {name} of another, whose full values this one "
+                f"{verb} expected only parameters of this attachment, found {name} of another, whose full values this one "
                 "does not have. Call save() and load() of both attachments, or detach() that one first."
             )
 
@@ -112,7 +112,7 @@ def check_writable(verb: str, tensors: Mapping[str, Tensor]) -> None:
                 local.copy_(local.clone())
         except RuntimeError as error:
             raise CheckpointError(
-                f"{verb}: expected buffers and parameters that can be written to, found {name}: {error} Replace it by a copy "
+                f"{verb} expected buffers and parameters that can be written to, found {name}: {error} Replace it by a copy "
                 "(module.name = module.name.clone()) and load again."
             ) from error
 
@@ -142,7 +142,7 @@ def check_alike(
         if differ:
             more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
             raise CheckpointError(
-                f"{verb}: expected the parameters in [units] ignore to be the same on every rank, because a full state holds "
+                f"{verb} expected the parameters in [units] ignore to be the same on every rank, because a full state holds "
                 f"them once; found other values of {differ[0]}{more} than on the first rank. Use save(), which keeps every "
                 "rank's values, or make the ranks equal: zhooks does not reduce these gradients."
             )

@@ -131,8 +131,8 @@ class Loading:
                     put(old)
                 undo()
                 raise CheckpointError(
-                    f"{self.folders[0].path}: expected states that their objects accept, found that {name} rejects its own: "
-                    f"{type(error).__name__}: {error}. Pass the objects that were saved, or load another checkpoint."
+                    f"Cannot load {self.folders[0].path}. Expected states that their objects accept, found that {name} rejects "
+                    f"its own: {type(error).__name__}: {error}. Pass the objects that were saved, or load another checkpoint."
                 ) from error
             done.append((put, old))
         return undo

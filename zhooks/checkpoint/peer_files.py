@@ -148,8 +148,9 @@ class _Bringing:
             if file in files and part.wrong:
                 name, host = self._manifest.files[file].name, self._left[file][0][0]
                 bad.add(file)
-                self._say(file, f"{name} of the host of rank {self._hosts.ranks(host)[0]}: expected the shard file its "
-                          "manifest describes, received bytes whose checksum does not match.")  # fmt: skip
+                whose = f"{name} of the host of rank {self._hosts.ranks(host)[0]}"
+                what = "Expected the shard file its manifest describes, received bytes whose checksum does not match."
+                self._say(file, f"{whose} is damaged. {what}")
         return bad
 
     def _damaged(self, jobs: Sequence[tuple[int, Sequence[str]]]) -> set[int]:
@@ -208,7 +209,7 @@ class _Bringing:
             preflight({Tier.HOST: nbytes}, ranks=self._run.comm.alike)
         except BudgetError as error:
             raise CheckpointError(
-                f"resume: expected {as_size(nbytes)} of host memory per rank for shards of other hosts, found {error} "
+                f"resume expected {as_size(nbytes)} of host memory per rank for shards of other hosts, found {error} "
                 "Resume on more hosts, or from a folder."
             ) from error
 

@@ -144,7 +144,7 @@ class PeerMemory:
         def find() -> None:
             if comm.pp.axis.world > 1:
                 raise CheckpointError(
-                    f"memory of peers: expected one model on all ranks, found {comm.pp.axis.world} pipeline stages or ep "
+                    f"The memory of peers needs one model on all ranks, found {comm.pp.axis.world} pipeline stages or ep "
                     "ranks. Use attachment.save() and load() there."
                 )
             opened.append(HostMemory(Path(wanted.memory).expanduser(), job_of(wanted.job), session))
@@ -161,7 +161,7 @@ class PeerMemory:
         asked = "copies" in wanted.model_fields_set or any(name.startswith("copy-") for name in kept)
         if wanted.copies >= hosts.count and asked:
             warn_user(
-                f"memory of peers: expected {counted(wanted.copies, 'other host')} for copies, found "
+                f"The memory of peers needs {counted(wanted.copies, 'other host')} for copies, found "
                 f"{hosts.count - 1}: shards that only a lost host had are lost with it. Run on more hosts, or also save to a "
                 "folder.",
                 RuntimeWarning,
@@ -294,7 +294,7 @@ class PeerMemory:
                 found = str(error)
         if found:
             raise CheckpointError(
-                f"save_to_peers: expected {as_size(mine)} of host memory per rank on top of the previous save, found "
+                f"save_to_peers expected {as_size(mine)} of host memory per rank on top of the previous save, found "
                 f"{found}. Set [resilience] copies = 0, or save to a folder."
             )
         self._count(token, mine)

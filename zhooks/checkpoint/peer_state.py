@@ -82,7 +82,9 @@ class OfferedState:
         """
         tensor = self._tensors.get(name)
         if tensor is None or not 0 <= start <= start + numel <= math.prod(tensor.entry.shape):
-            raise CheckpointError(f"state for a peer: expected a range of an existing tensor, found {name[:80]}, {start}.")
+            raise CheckpointError(
+                f"Cannot use the state for a peer. Expected a range of an existing tensor, found {name[:80]}, {start}."
+            )
         return _between(tensor, start, start + numel)
 
     @torch.no_grad()
@@ -133,7 +135,9 @@ class PeerReader:
             CheckpointError: there is none.
         """
         if name not in self.entries:
-            raise CheckpointError(f"state of {self.path}: expected {name}, found none. Run the same program in all replicas.")
+            raise CheckpointError(
+                f"Cannot use the state of {self.path}. Expected {name}, found none. Run the same program in all replicas."
+            )
         return self.entries[name]
 
     def tensor(self, name: str) -> Tensor:
@@ -168,7 +172,9 @@ def extra_of(where: str, header: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
     document = json.loads(bytes(reader.tensor(DOCUMENT).numpy()))
     found = Unpacker(reader.tensor, torch.device("cpu")).unpack(document["extra"])
     if not isinstance(found, dict):
-        raise CheckpointError(f"state of {where}: expected the state that goes with a peer's model, found something else.")
+        raise CheckpointError(
+            f"Cannot use the state of {where}. Expected the state that goes with a peer's model, found something else."
+        )
     return found
 
 
@@ -194,15 +200,16 @@ def take_over(run: RunState, where: str, header: Mapping[str, Any], ask: Ask, fa
         axis = run.comm.stage.axis
         if (header["world"], header["rank"]) != (axis.world, axis.rank):
             raise CheckpointError(
-                f"state of {where}: expected rank {axis.rank} of {axis.world} in a replica that is sharded like this one, "
-                f"found rank {header['rank']} of {header['world']}. Run the same number of ranks in every replica."
+                f"Cannot use the state of {where}. Expected rank {axis.rank} of {axis.world} in a replica that is sharded like "
+                f"this one, found rank {header['rank']} of {header['world']}. Run the same number of ranks in every replica."
             )
         with closing(SavedFolder(Path(where), manifest, Place.of(run.comm), Files(lambda rank: reader))) as folder:
             loading, _ = check(run, [folder])
         if header["facts"] != facts:
             raise CheckpointError(
-                f"state of {where}: expected the policy, units and optimizers of this replica, found different ones, with the "
-                f"table {str(header['about'].get('table'))[:200]}. Run one program with one policy in all replicas."
+                f"Cannot use the state of {where}. Expected the policy, units and optimizers of this replica, found different "
+                f"ones, with the table {str(header['about'].get('table'))[:200]}. Run one program with one policy in all "
+                "replicas."
             )
         return replace(loading, rng=generators(run.devices))
 

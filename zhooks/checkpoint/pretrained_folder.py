@@ -64,7 +64,7 @@ class Pretrained:
         except PolicyError as error:
             raise CheckpointError(f"{_VERB}: max_shard_size: {error}. Pass 5GB or the like.") from None
         if nbytes < 1:
-            raise CheckpointError(f"{_VERB}: expected max_shard_size of at least a byte, found {nbytes}. Pass 5GB or the like.")
+            raise CheckpointError(f"{_VERB} expected max_shard_size of at least a byte, found {nbytes}. Pass 5GB or the like.")
         return nbytes
 
     def asked_dtype(self) -> torch.dtype | None:
@@ -72,7 +72,7 @@ class Pretrained:
         found = _DTYPES.get(self.dtype) if isinstance(self.dtype, str) else self.dtype
         if self.dtype is not None and found not in _DTYPES.values():
             names = ", ".join(f'"{name}"' for name in _DTYPES)
-            raise CheckpointError(f"{_VERB}: expected dtype {names} or None, found {shown(self.dtype)}. Pass one of these.")
+            raise CheckpointError(f"{_VERB} expected dtype {names} or None, found {shown(self.dtype)}. Pass one of these.")
         return found
 
 
@@ -93,14 +93,14 @@ def save_pretrained(
         _check_mesh(comm)
         if asked.tokenizer is not None and not callable(getattr(asked.tokenizer, _VERB, None)):
             raise CheckpointError(
-                f"{_VERB}: expected a tokenizer or processor with {_VERB}, found {shown(asked.tokenizer)}. Pass one, or None."
+                f"{_VERB} expected a tokenizer or processor with {_VERB}, found {shown(asked.tokenizer)}. Pass one, or None."
             )
         return _kind(bare, ignored, asked), f"{asked.most_nbytes()} {asked.asked_dtype()}"
 
     kind, said = ranks.run(read)
     if not ranks.same(said):
         found = "found different ones. Pass the same"
-        raise CheckpointError(f"{_VERB}: expected one max_shard_size and dtype on all ranks, {found}.")
+        raise CheckpointError(f"{_VERB} expected one max_shard_size and dtype on all ranks, {found}.")
     check_alike(model, ignored, comm, _VERB)
     draft = ExportDraft(target, ranks.share(secrets.token_hex(8)), kind)
     bus.begin("export", target.name)
@@ -128,7 +128,7 @@ def _check_mesh(comm: Comm) -> None:
     if comm.pp.axis.world > 1:
         what = "a stage of a pipeline" if comm.pipelined else "ranks of an ep axis"
         raise CheckpointError(
-            f"{_VERB}: expected ranks that together hold the whole model, found {what}. Use attachment.save_full(file) on "
+            f"{_VERB} expected ranks that together hold the whole model, found {what}. Use attachment.save_full(file) on "
             "each, or load its checkpoint on a mesh without that axis."
         )
 
@@ -143,7 +143,7 @@ def _kind(model: Any, ignored: Ignored, asked: Pretrained) -> ExportKind:
     if peft is not None and isinstance(model, peft.PeftModel):
         if asked.dtype is not None:
             raise CheckpointError(
-                f"{_VERB}: expected no dtype for adapters, which are written in the dtype they are trained in, found "
+                f"{_VERB} expected no dtype for adapters, which are written in the dtype they are trained in, found "
                 f"{shown(asked.dtype)}. Drop it."
             )
         first = "default" if "default" in model.peft_config else next(iter(model.peft_config))
@@ -152,17 +152,17 @@ def _kind(model: Any, ignored: Ignored, asked: Pretrained) -> ExportKind:
         return ExportKind(mark, _WEIGHTS, never, {*model.peft_config, _TEMPLATES})
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         raise CheckpointError(
-            f"{_VERB}: expected a model of transformers or PEFT, found {type(model).__name__}. Use attachment.save_full(file)."
+            f"{_VERB} expected a model of transformers or PEFT, found {type(model).__name__}. Use attachment.save_full(file)."
         )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise CheckpointError(
-            f"{_VERB}: expected adapters made by peft.get_peft_model, found {type(model).__name__} with those of add_adapter. "
+            f"{_VERB} expected adapters made by peft.get_peft_model, found {type(model).__name__} with those of add_adapter. "
             "Use get_peft_model before attach, or call detach() first."
         )
     if ignored.frozen or getattr(model, "hf_quantizer", None) is not None:
         found = next(iter(ignored.frozen), type(model).__name__)
         raise CheckpointError(
-            f"{_VERB}: expected plain parameters, found {found}, which is quantised: only its library can write its values. "
+            f"{_VERB} expected plain parameters, found {found}, which is quantised: only its library can write its values. "
             "Train PEFT adapters on it and save those, or use attachment.save()."
         )
     return ExportKind("config.json", _WEIGHTS, {_ADAPTER}, {_TEMPLATES})

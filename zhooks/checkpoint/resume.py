@@ -121,7 +121,7 @@ def _from_memory(
     run.bus.instant("resume skipped", "memory of peers")
     why = f"no host has the file of rank {missing[0]}" if missing else "every copy of a file is damaged"
     warn_user(
-        f"resume: expected a complete checkpoint in the memory of peers, found that {why}: the newest older one is loaded. "
+        f"resume expected a complete checkpoint in the memory of peers, found that {why}: the newest older one is loaded. "
         "Raise [resilience] copies.",
         RuntimeWarning,
     )

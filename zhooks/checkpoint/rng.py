@@ -72,7 +72,7 @@ def check(states: Any, devices: Iterable[torch.device]) -> None:
             continue
         if len(each) != len(those):
             raise CheckpointError(
-                f"load: expected the random states of {counted(len(those), f'{kind} device')} on this rank, found {len(each)}. "
+                f"load expected the random states of {counted(len(those), f'{kind} device')} on this rank, found {len(each)}. "
                 "Load on the same kind and number of devices."
             )
         for device, state in zip(those, each, strict=True):
@@ -96,7 +96,7 @@ def _try_torch(device: torch.device, state: Any) -> None:
     if not isinstance(state, Tensor) or (state.dtype, state.shape) != (wanted.dtype, wanted.shape):
         found = f"{list(state.shape)} of {state.dtype}" if isinstance(state, Tensor) else type(state).__name__
         raise CheckpointError(
-            f"load: expected a random state of {wanted.numel()} bytes for {device}, found {found}. Load with the torch "
+            f"load expected a random state of {wanted.numel()} bytes for {device}, found {found}. Load with the torch "
             "version that saved it."
         )
     _try(str(device), state.cpu().tolist(), lambda _: fresh.set_state(state.cpu()), lambda: fresh.get_state().tolist())
@@ -129,7 +129,7 @@ def derived(states: dict[str, Any], devices: Iterable[torch.device], place: str)
 
 def _strange(name: str, found: str) -> CheckpointError:
     return CheckpointError(
-        f"load: expected a state of the random generator of {name}, found {found}. Load another checkpoint."
+        f"load expected a state of the random generator of {name}, found {found}. Load another checkpoint."
     )
 
 

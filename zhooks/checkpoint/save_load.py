@@ -253,8 +253,8 @@ def _checked(
         for one, token in zip(found, tokens, strict=True):
             if one.manifest.token != token:
                 raise CheckpointError(
-                    f"load {one.path}: expected the same checkpoint on all ranks, found a different one than on the first "
-                    "rank. Load from a file system that all hosts share."
+                    f"Cannot load {one.path}. Expected the same checkpoint on all ranks, found a different one than on the "
+                    "first rank. Load from a file system that all hosts share."
                 )
         return found
 
@@ -273,7 +273,7 @@ def _suffix(target: Path, foreign: bool) -> str:
 
 def _destinations(given: Sequence[Any]) -> list[Path]:
     if not given:
-        raise CheckpointError("load: expected a folder, or the folders of all stages, found none. Pass one.")
+        raise CheckpointError("load expected a folder, or the folders of all stages, found none. Pass one.")
     return [destination(one, "load") for one in given]
 
 
@@ -283,7 +283,7 @@ def _apply(loading: Loading, target: Path) -> None:
     except Exception as error:
         found = str(error) if isinstance(error, ZhooksError) else f"{type(error).__name__}: {error}."
         raise CheckpointError(
-            f"load {target}: expected to finish loading what was verified, found: {found} The run is partly loaded now: "
+            f"Cannot load {target}. Expected to finish loading what was verified, found: {found} The run is partly loaded now: "
             "correct that and load again."
         ) from error
 
@@ -296,8 +296,8 @@ def _damaged_or(folder: Path, step: Callable[[], T]) -> Callable[[], T]:
             return step()
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                f"load {folder}: expected contents that attachment.save() wrote, found {type(error).__name__}: {error}. Load "
-                "another checkpoint."
+                f"Cannot load {folder}. Expected contents that attachment.save() wrote, found {type(error).__name__}: {error}. "
+                "Load another checkpoint."
             ) from error
 
     return checked

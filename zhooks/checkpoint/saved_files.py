@@ -363,6 +363,6 @@ def _takes(out: Tensor, dtype: torch.dtype) -> bool:
 def refuse_folders(what: str) -> CheckpointError:
     """Why several folders are no model."""
     return CheckpointError(
-        f"load: expected folders of the stages of one model, found {what}. Use the same module names in all stages and in the "
+        f"load expected folders of the stages of one model, found {what}. Use the same module names in all stages and in the "
         "whole model, or load each stage's own folder."
     )

@@ -61,7 +61,7 @@ class Saved:
         own = sum(part.span(folder.shard_of(folder.counterpart))[1] for part in before)
         if entry.shape != (own,):
             raise CheckpointError(
-                f"load: expected ranges of this model's parameters as one vector, found {list(entry.shape)} elements of "
+                f"load expected ranges of this model's parameters as one vector, found {list(entry.shape)} elements of "
                 f"{str(names)[:80]}. Build the same model and optimizer, or load another checkpoint."
             )
         local = torch.empty(sum(piece.numel for piece in spec.pieces), dtype=entry.dtype, device="cpu")
@@ -126,7 +126,7 @@ def _check_guess(folder: SavedFolder) -> None:
             first, *others = (folder.reader(rank).elements(name, start, min(numel, CHUNK // 8)) for rank in ranks)
             if not all(torch.equal(first, other) for other in others):
                 raise CheckpointError(
-                    f"load {folder.path}: expected an older checkpoint of a mesh whose last axis is tp, found different "
+                    f"Cannot load {folder.path}. Expected an older checkpoint of a mesh whose last axis is tp, found different "
                     f"values of {param.name} on ranks {ranks}. Load it on the mesh it was saved on with the release that "
                     "wrote it, and save full state there."
                 )
@@ -142,8 +142,8 @@ def another(folders: Sequence[SavedFolder], problem: str) -> CheckpointError:
     """Why this is not the model that was saved."""
     stage = folders[0].manifest.about.get("stage")
     return CheckpointError(
-        f"load {folders[0].path}: expected the model that was saved (stage {stage}), found {problem}. Build the same model, or "
-        "load another checkpoint."
+        f"Cannot load {folders[0].path}. Expected the model that was saved (stage {stage}), found {problem}. Build the same "
+        "model, or load another checkpoint."
     )
 
 
@@ -165,8 +165,8 @@ def expect(folder: SavedFolder, rank: int, name: str, dtype: torch.dtype, shape:
     entry = folder.entry(rank, name)
     if (entry.dtype, entry.shape) != (dtype, shape):
         raise CheckpointError(
-            f"{folder.reader(rank).path}: expected {name} of {dtype} and shape {list(shape)}, found {entry.dtype} and "
-            f"{list(entry.shape)}. Build the same model and attach it with as many tp ranks, or load another checkpoint."
+            f"Cannot load {folder.reader(rank).path}. Expected {name} of {dtype} and shape {list(shape)}, found {entry.dtype} "
+            f"and {list(entry.shape)}. Build the same model and attach it with as many tp ranks, or load another checkpoint."
         )
 
 
@@ -205,7 +205,7 @@ def _check_kinds(saved: Saved, folder: SavedFolder, rank: int) -> None:
 
 def _unlike(folder: SavedFolder, rank: int, what: str) -> CheckpointError:
     return CheckpointError(
-        f"load {folder.path}: expected all ranks to have saved {what}, found a difference between rank {rank} and rank "
+        f"Cannot load {folder.path}. Expected all ranks to have saved {what}, found a difference between rank {rank} and rank "
         f"{folder.counterpart}, so that it cannot be resharded. Load it on the mesh it was saved on."
     )
 

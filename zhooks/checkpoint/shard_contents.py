@@ -178,7 +178,7 @@ def grads_of(flat: Flat) -> list[ShardedTensor | None]:
             grad = param.grad
         if grad is not None and not isinstance(grad, ShardedTensor):
             raise CheckpointError(
-                f"save: expected a sharded gradient in {spec.name}.grad, found a plain tensor. Set it to None, or save after "
+                f"save expected a sharded gradient in {spec.name}.grad, found a plain tensor. Set it to None, or save after "
                 "the step."
             )
         found.append(grad)
@@ -243,13 +243,13 @@ def check_handed(verb: str, objects: object, extra: object) -> None:
     for what, value in (("objects", objects), ("extra", extra)):
         if value is not None and not isinstance(value, Mapping):
             found = type(value).__name__
-            raise CheckpointError(f"{verb}: expected a mapping or None as {what}, found {found}. Pass a dict by name.")
+            raise CheckpointError(f"{verb} expected a mapping or None as {what}, found {found}. Pass a dict by name.")
     for name, one in (objects or {}).items() if isinstance(objects, Mapping) else ():
         if not isinstance(name, str):
-            raise CheckpointError(f"{verb}: expected strings as keys of objects, found {shown(name)}. Use e.g. \"scheduler\".")
+            raise CheckpointError(f"{verb} expected strings as keys of objects, found {shown(name)}. Use e.g. \"scheduler\".")
         if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
             raise CheckpointError(
-                f"{verb}: expected an object with state_dict and load_state_dict in objects[{shown(name)}], found "
+                f"{verb} expected an object with state_dict and load_state_dict in objects[{shown(name)}], found "
                 f"{type(one).__name__}. Plain data goes into extra."
             )
 
@@ -394,7 +394,7 @@ def _buffers(run: RunState, first: Mapping[str, str]) -> dict[str, Tensor]:
 def _strided(name: str, grad: Tensor) -> Tensor:
     if grad.layout is not torch.strided:
         raise CheckpointError(
-            f"save: expected a dense gradient in {name}.grad, found layout {grad.layout}. Save after the step, with the "
+            f"save expected a dense gradient in {name}.grad, found layout {grad.layout}. Save after the step, with the "
             "gradient set to None."
         )
     return grad

@@ -71,7 +71,7 @@ class SnapshotMemory:
                 found = str(error)
         if found:
             raise CheckpointError(
-                f"save: expected {as_size(nbytes)} of host memory per rank for a snapshot, found {found}. Save with wait=True, "
+                f"save expected {as_size(nbytes)} of host memory per rank for a snapshot, found {found}. Save with wait=True, "
                 "which needs none, or free host memory."
             )
         self.budget.account.take(Tier.HOST, _KEY, nbytes, None)

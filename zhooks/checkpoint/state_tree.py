@@ -55,7 +55,7 @@ class Packer:
             tag = {Counter: "counter", OrderedDict: "ordered"}.get(type(value), "dict")
             return {tag: [[self.pack(key, where), self.pack(item, f"{where}[{key!r}]")] for key, item in value.items()]}
         raise CheckpointError(
-            f"save: expected numbers, strings, lists, tuples, dicts and tensors in {where}, found {type(value).__name__}. "
+            f"save expected numbers, strings, lists, tuples, dicts and tensors in {where}, found {type(value).__name__}. "
             "Leave it out of the state, or save it separately."
         )
 
@@ -69,7 +69,7 @@ class Packer:
             what = "a sharded tensor" if isinstance(value, ShardedTensor) else f"a {value.layout} tensor of {value.dtype}"
             what = f"a {type(value).__name__}" if made_of else what
             raise CheckpointError(
-                f"save: expected plain dense tensors in {where}, found {what}. Save its full_tensor(), or leave it out."
+                f"save expected plain dense tensors in {where}, found {what}. Save its full_tensor(), or leave it out."
             )
         device = value.device.type
         if value.dim() == 0 and not value.is_complex():
@@ -121,11 +121,11 @@ class Unpacker:
                 return _SEQUENCES[tag]([self.unpack(item) for item in items])
             if tag in _MAPPINGS:
                 return _MAPPINGS[tag]([(self.unpack(key), self.unpack(item)) for key, item in items])
-        raise CheckpointError(f"load: expected a packed state, found {str(packed)[:80]}. The checkpoint is damaged.")
+        raise CheckpointError(f"load expected a packed state, found {str(packed)[:80]}. The checkpoint is damaged.")
 
     def _vector(self, packed: dict[str, Any]) -> ShardedVector:
         if self._vectors is None:
-            raise CheckpointError(f"load: expected plain states, found a vector of {str(packed['parts'])[:80]}. It is damaged.")
+            raise CheckpointError(f"load expected plain states, found a vector of {str(packed['parts'])[:80]}. It is damaged.")
         found = self._vectors(str(packed["vector"]), packed["parts"])
         return found if packed["device"] == "cpu" else ShardedVector(found.to_local().to(self._device), found._spec)
 
@@ -139,5 +139,5 @@ def _ordered(tensor: Tensor, order: Any) -> Tensor:
         return tensor
     if not isinstance(order, list) or sorted(order) != list(range(tensor.dim())):
         found = str(order)[:80]
-        raise CheckpointError(f"load: expected an order of {tensor.dim()} dims, found {found}. The checkpoint is damaged.")
+        raise CheckpointError(f"load expected an order of {tensor.dim()} dims, found {found}. The checkpoint is damaged.")
     return tensor.permute(sorted(range(tensor.dim()), key=order.__getitem__))

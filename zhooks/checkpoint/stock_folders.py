@@ -57,5 +57,5 @@ class _SavePretrained:
         held = dict(tree.named_parameters(module)) if state_dict is None else state_dict
         for value in held.values():
             if isinstance(value, ShardedTensor):
-                raise range_alone(f"{_VERB} of", value)
+                raise range_alone("save", value)
         return type(module).save_pretrained(module, save_directory, is_main_process, state_dict, **kwargs)

@@ -86,7 +86,7 @@ class StockState:
         if assign or torch.__future__.get_swap_module_params_on_conversion():
             how = "assign=True" if assign else "torch.__future__.set_swap_module_params_on_conversion(True)"
             raise CheckpointError(
-                f"load_state_dict: expected values to be copied into the parameters, found {how}, which would replace them "
+                f"load_state_dict expected values to be copied into the parameters, found {how}, which would replace them "
                 "with parameters that are not sharded. Load without it, or load before attach."
             )
         self._finish_backward()
@@ -98,7 +98,7 @@ class StockState:
         given = {name: state[prefix + name] for name in named if isinstance(state.get(prefix + name), Tensor)}
         if not ranks.same("\n".join(f"{name} {about_state(value)}" for name, value in given.items())):
             raise CheckpointError(
-                "load_state_dict: expected every rank to load a state dict with the same names, shapes and dtypes, found "
+                "load_state_dict expected every rank to load a state dict with the same names, shapes and dtypes, found "
                 "that they differ. Load the same file on all ranks, or pass rank 0's to attachment.load_state_dict({'model': "
                 "...})."
             )
@@ -152,7 +152,7 @@ class StockState:
         if dtype is torch.float32 or any(flat.kind.compute is dtype for flat in flats_of(self._units)):
             return
         raise CapabilityError(
-            f'Accelerate (or Trainer) with mixed_precision = "{asked}": expected its autocast around the attached model, found '
+            f'Accelerate (or Trainer) with mixed_precision = "{asked}" expected its autocast around the attached model, found '
             "the model marked as prepared (_is_accelerate_prepared), which Accelerate leaves in the dtype it has. Set it in "
             'the policy ([precision] param = "bf16"), or set mixed_precision = "no" (Trainer: bf16=False).'
         )

@@ -92,7 +92,7 @@ def _conversions(model: Any, names: Sequence[str]) -> Iterator[tuple[list[str], 
         tools = loading.apply_converters, loading.apply_renamings, loading.PrefixChange, loading.dot_natural_key
     except (ImportError, AttributeError) as error:
         raise CapabilityError(
-            f"{_VERB}: expected transformers 5.23, whose weight conversions are known, found another ({error}). Install that, "
+            f"{_VERB} expected transformers 5.23, whose weight conversions are known, found another ({error}). Install that, "
             "or use attachment.save_full(file)."
         ) from None
     convert_key, rename, prefix_change, natural = tools

@@ -72,7 +72,7 @@ def tensors_of(model: nn.Module, verb: str) -> dict[str, Tensor]:
     for name, value in held.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
-                f"{verb}: expected tensors in the model's state, found {type(value).__name__} at {name}, which safetensors "
+                f"{verb} expected tensors in the model's state, found {type(value).__name__} at {name}, which safetensors "
                 "cannot hold. Use attachment.save(), or remove it."
             )
     return held
@@ -216,7 +216,7 @@ class _Sink:
         if self._problem is not None:
             found = f"{type(self._problem).__name__}: {self._problem}"
             raise CheckpointError(
-                f"{self._verb}: expected to convert and write the model's tensors, found {found}. Use attachment.save()."
+                f"{self._verb} expected to convert and write the model's tensors, found {found}. Use attachment.save()."
             ) from self._problem
         for file in self._files:
             file.finish()
@@ -232,7 +232,7 @@ def _as(entry: Entry, values: Tensor) -> Tensor:
     made = values.to(entry.dtype)
     if made is not values and bool((made.isinf() & values.isfinite()).any()):
         raise CheckpointError(
-            f"save_pretrained: expected values of {entry.name} that {entry.dtype} can hold, found larger ones, which would "
+            f"save_pretrained expected values of {entry.name} that {entry.dtype} can hold, found larger ones, which would "
             "become infinite. Choose another dtype."
         )
     return made

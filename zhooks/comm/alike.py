@@ -29,7 +29,7 @@ def reduced(tensors: Sequence[Tensor], ranks: int, options: Any) -> None:
     """
     op = _Op.SUM if options is None else options.reduceOp
     if not any(op == known for known in (_Op.SUM, _Op.PRODUCT, *_SAME)):
-        raise SimulationError(f"simulate: expected a sum, product, mean, maximum or minimum over ranks, found {op}.")
+        raise SimulationError(f"simulate expected a sum, product, mean, maximum or minimum over ranks, found {op}.")
     for tensor in tensors:
         if op == _Op.SUM:
             tensor.mul_(ranks)
@@ -46,7 +46,7 @@ def combined(tensors: Sequence[Tensor], every: Sequence[Sequence[Tensor]], optio
     op = _Op.SUM if options is None else options.reduceOp
     combine = next((combine for known, combine in _COMBINE if op == known), None)
     if combine is None:
-        raise SimulationError(f"simulate: expected a sum, mean, maximum or minimum over stages, found {op}.")
+        raise SimulationError(f"simulate expected a sum, mean, maximum or minimum over stages, found {op}.")
     for number, tensor in enumerate(tensors):
         tensor.copy_(combine(torch.stack([theirs[number] for theirs in every])))
 
@@ -75,5 +75,5 @@ def scattered(outputs: Sequence[Tensor], given: Tensor) -> None:
     if any(output.numel() != given.numel() for output in outputs):
         sizes, count = [output.numel() for output in outputs], given.numel()
         wanted = counted(count, "element")
-        raise SimulationError(f"simulate: expected {wanted} from every rank, as all send the same; found {sizes}.")
+        raise SimulationError(f"simulate expected {wanted} from every rank, as all send the same; found {sizes}.")
     gathered([outputs], [given])

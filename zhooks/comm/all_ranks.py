@@ -134,8 +134,9 @@ class AllRanks:
         if isinstance(error, OSError):
             place = f" at {shown_path(error.filename)}" if error.filename else ""
             found = f"{error.strerror or error}{place}"
-            return f"{about}: expected space and permission to do so, found: {found}. {_advice(error)}, or choose another path."
-        return f"{about}: expected no exception, found {type(error).__name__}: {error}. Correct it and try again."
+            advice = f"{_advice(error)}, or choose another path."
+            return f"Cannot {about}. Expected space and permission to do so, found: {found}. {advice}"
+        return f"Cannot {about}. Expected no exception, found {type(error).__name__}: {error}. Correct it and try again."
 
 
 @contextmanager
@@ -175,8 +176,8 @@ def one_stage_a_path(comm: Comm, verb: str, path: str) -> None:
     each, number = ("pipeline stages", "stage number") if comm.pipelined else ("ep ranks", "ep rank")
     if len(set(paths.tolist())) < axis.world:
         raise CheckpointError(
-            f"{verb} {path}: expected a separate path for each of the {axis.world} {each}, found two that save to the same "
-            f"one. Put the {number} into the path."
+            f"Cannot {verb} {path}. Expected a separate path for each of the {axis.world} {each}, found two that save to the "
+            f"same one. Put the {number} into the path."
         )
 
 

@@ -189,7 +189,7 @@ def reopen_comm(comm: Comm, policy: Policy, device: torch.device, meeting: Meeti
             renewed.append((before, opened))
             if type(opened) is not type(before):
                 raise CapabilityError(
-                    f"recover: expected to connect over {before.name} again, found that only {opened.name} is available. Load "
+                    f"recover expected to connect over {before.name} again, found that only {opened.name} is available. Load "
                     "the last checkpoint in new processes."
                 )
     except BaseException:
@@ -267,7 +267,7 @@ def _open_axis(
     patience = Waits(axis, timeout, failure).patience_s or timeout
     if device.type != "cpu" and wanted in ("p2p", "shm"):
         raise CapabilityError(
-            f'[comm] transport: expected "auto" or "stock" for parameters on {device.type}, found "{wanted}". '
+            f'[comm] transport needs "auto" or "stock" for parameters on {device.type}, found "{wanted}". '
             'Write transport = "auto".'
         )
     if device.type == "cpu" and wanted in ("auto", "shm"):
@@ -310,7 +310,7 @@ def _group(
         own = known.get(device.type) or dist.Backend.default_device_backend_map.get(device.type)
         if own is None:
             raise CapabilityError(
-                f"attach: expected the process group to have a backend for parameters on {device.type}, found "
+                f"attach expected the process group to have a backend for parameters on {device.type}, found "
                 f"{dist.get_backend_config()}, and none that is registered for {device.type}. Import the package that has one, "
                 f'and write init_process_group("cpu:gloo,{device.type}:NAME").'
             )

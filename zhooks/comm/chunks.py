@@ -54,7 +54,7 @@ def chunks_of(layout: Layout, numel: int, align: int, *, world: int | None = Non
         world: ranks that a chunk is divided over, when they are others than those of ``layout``.
     """
     size = numel // layout.world // align * align
-    assert size > 0, f"chunks of {numel} elements: expected at least one aligned row"
+    assert size > 0, f"chunks of {numel} elements needs at least one aligned row"
     local = 0
     for segment in layout.segments:
         step = segment.numel // layout.world

@@ -31,7 +31,7 @@ def another_mesh(comm: Comm, mesh: object) -> Mesh:
         AttachError: it is no DeviceMesh over the whole process group, or divides the model itself otherwise.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise AttachError(f"mesh: expected a DeviceMesh, found {shown(mesh)}. Build it with init_device_mesh.")
+        raise AttachError(f"mesh must be a DeviceMesh, found {shown(mesh)}. Build it with init_device_mesh.")
     axes = resolve(mesh)
     for before, after, what, instead in (
         (
@@ -49,11 +49,11 @@ def another_mesh(comm: Comm, mesh: object) -> Mesh:
     ):  # fmt: skip
         if before.ranks != after.ranks:
             raise AttachError(
-                f"mesh: expected ranks {list(before.ranks)} {what}, found {list(after.ranks)}. {instead}."
+                f"The mesh needs ranks {list(before.ranks)} {what}, found {list(after.ranks)}. {instead}."
             )
     if comm.averaged != axes.averaged:
         raise AttachError(
-            f"mesh: expected losses of {comm.averaged} ranks to be averaged, as before, found {axes.averaged}: a pp axis "
+            f"The mesh needs losses of {comm.averaged} ranks to be averaged, as before, found {axes.averaged}: a pp axis "
             "cannot become an ep axis, or the reverse. Name the axes as in the mesh that was passed to attach."
         )
     return axes

@@ -160,7 +160,7 @@ class Meeting:
         if isinstance(error, ZhooksError):
             why = str(error)
         else:
-            why = f"attach: expected no exception, found {type(error).__name__}: {error}. Correct it and attach again."
+            why = f"attach expected no exception, found {type(error).__name__}: {error}. Correct it and attach again."
         why = why.encode(errors="backslashreplace").decode()
         why = why if len(why) <= _MOST_TEXT else f"{why[:_MOST_TEXT]}..."
         at = f"{self._at}/{_COMPARISON}"
@@ -263,7 +263,7 @@ def refuse_unconnected() -> None:
     if dist.is_initialized() or launched is None or launched[1] == "1":
         return
     raise AttachError(
-        f"attach: expected a process group, because torchrun started this process as rank {launched[0]} of {launched[1]}, "
+        f"attach expected a process group, because torchrun started this process as rank {launched[0]} of {launched[1]}, "
         "found none: every rank would train a model of its own. Call torch.distributed.init_process_group() before attach; for "
         "independent runs, set WORLD_SIZE=1."
     )
@@ -312,8 +312,8 @@ def difference(mine: Mapping[str, Facts], rank: int, theirs: Mapping[str, Facts]
             low, high = sorted([(other, _shown(keys[0], there)), (rank, _shown(keys[0], here))])
             remedy = _ALIKE.get(subject, "Call it in the same way on every rank")
             return (
-                f"{subject}: expected the same on every rank, found {low[1]} on rank {low[0]} and {high[1]} on rank "
-                f"{high[0]}{more}. {remedy}."
+                f"Ranks differ in {subject}. Expected the same on every rank, found {low[1]} on rank {low[0]} and {high[1]} on "
+                f"rank {high[0]}{more}. {remedy}."
             )
     return ""
 

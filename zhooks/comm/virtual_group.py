@@ -56,7 +56,7 @@ def check_no_group() -> None:
     """
     if dist.is_initialized():
         raise SimulationError(
-            "simulate: expected a process without a process group, because it creates its own; found one. Simulate before "
+            "simulate expected a process without a process group, because it creates its own; found one. Simulate before "
             "init_process_group, or in another process."
         )
 
@@ -234,7 +234,7 @@ class VirtualGroup(_Group):  # type: ignore[misc]
         if not any(tensor.device.type == NAME for tensor in (*reads, *writes)):
             if self._channel is not None and kind not in _VALUES:
                 raise SimulationError(
-                    f"simulate: expected one of {', '.join(_VALUES)} for tensors on the CPU over {self._label}, found {kind}. "
+                    f"simulate expected one of {', '.join(_VALUES)} for tensors on the CPU over {self._label}, found {kind}. "
                     "Keep the tensors on the device, or use one of these."
                 )
             fill()
@@ -275,7 +275,7 @@ class _Started(_C10d.Work):  # type: ignore[misc]
 
 def _one_stage() -> SimulationError:
     return SimulationError(
-        "simulate: expected collectives, found a send or a receive between two ranks, whose time depends on what the other one "
+        "simulate expected collectives, found a send or a receive between two ranks, whose time depends on what the other one "
         "does; within a stage, all ranks are assumed to do what this one does. Send only between stages of a pipeline, over "
         "mesh[\"pp\"]."
     )

@@ -145,7 +145,7 @@ class Stages:
         send, receive = transfer.ends["send"], transfer.ends["receive"]
         if (send.nbytes, send.on_device) != (receive.nbytes, receive.on_device):
             raise SimulationError(
-                f"simulate: expected that rank {out} receives what rank {source} sends, found {_said(send)} sent and "
+                f"simulate expected that rank {out} receives what rank {source} sends, found {_said(send)} sent and "
                 f"{_said(receive)} received. Give both stages the same shapes, dtypes and device."
             )
         if not send.on_device:
@@ -257,7 +257,7 @@ class Channel:
         kinds = {theirs for theirs, _ in found}
         if len(kinds) > 1:
             raise SimulationError(
-                f"simulate: expected the same collective on every stage, found {' and '.join(sorted(kinds))}. Start "
+                f"simulate expected the same collective on every stage, found {' and '.join(sorted(kinds))}. Start "
                 "collectives between stages in the same order on all of them."
             )
         return [theirs for _, theirs in found]

@@ -53,7 +53,8 @@ class Accumulation:
         shared = sorted(set(found.ranks) & set(self._ranks))
         if len(shared) > 1:
             raise AttachError(
-                f"pipeline stage {found.index}: expected parameters of this stage only, found them shared by ranks "
+                f"Pipeline stage {found.index} shares parameters with others. Expected parameters of this stage only, found "
+                "them shared by ranks "
                 f"{shared}, which run other stages. Name the axes: attach(stage_module, mesh=mesh) with a mesh made by "
                 'init_device_mesh(..., mesh_dim_names=("pp", "dp")).'
             )

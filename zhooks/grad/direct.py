@@ -49,9 +49,9 @@ def refuse_saved(param: Any) -> None:
         watched = isinstance(param, ShardedTensor) and param.is_leaf and bool(param._backward_hooks)
     if watched and _unpacking_loses_hooks():
         raise ShardedOpError(
-            f"parameter {param._spec.name}: expected a torch that keeps a parameter's hooks where a custom autograd Function "
-            f"saves it, found {torch.__version__}, which loses them: its gradient would be only this rank's. Pass "
-            "`weight * 1` to the Function, or install torch 2.13."
+            f"This torch loses the gradient hooks of parameter {param._spec.name}. Expected a torch that keeps a parameter's "
+            f"hooks where a custom autograd Function saves it, found {torch.__version__}, which loses them: its gradient would "
+            "be only this rank's. Pass `weight * 1` to the Function, or install torch 2.13."
         )
 
 
@@ -97,9 +97,9 @@ class _Direct:
                 if not param._bound.layout.world > 1:
                     return
                 raise ShardedOpError(
-                    f"autograd.grad with respect to {param._spec.name}: expected it to be used in its module's forward, "
-                    "found a custom autograd Function that was passed the parameter itself, whose gradient is only this "
-                    "rank's. Call backward(), or pass `weight * 1` to the Function."
+                    f"Cannot take autograd.grad with respect to {param._spec.name}. Expected it to be used in its module's "
+                    "forward, found a custom autograd Function that was passed the parameter itself, whose gradient is only "
+                    "this rank's. Call backward(), or pass `weight * 1` to the Function."
                 )
             self._kept, self._plain, param.grad = param.grad, True, None
 

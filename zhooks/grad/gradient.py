@@ -244,8 +244,9 @@ class Gradient:
         grad = self.flat.params[index].grad
         if not isinstance(grad, ShardedTensor):
             raise ShardedOpError(
-                f"{self.flat.specs[index].name}.grad: expected a sharded gradient to add to, found a plain tensor that was "
-                "assigned. Assign it after backward, or torch.zeros_like(parameter) and add to that, or set grad to None."
+                f"Cannot add to {self.flat.specs[index].name}.grad. Expected a sharded gradient to add to, found a plain "
+                "tensor that was assigned. Assign it after backward, or torch.zeros_like(parameter) and add to that, or set "
+                "grad to None."
             )
         return grad._local
 

@@ -244,7 +244,7 @@ class Reducer:
         self._check_first(flat)
         if self.updates is not None:
             raise ShardedOpError(
-                f"backward of unit {flat.name}: expected parameters to be used in their modules' forward, as [optimizer] "
+                f"backward of unit {flat.name} expected parameters to be used in their modules' forward, as [optimizer] "
                 f"overlap needs, found a custom autograd Function that was passed {flat.specs[index].name} itself. Set "
                 "overlap = false."
             )
@@ -255,7 +255,7 @@ class Reducer:
     def _check_first(self, flat: Flat) -> None:
         if torch.is_grad_enabled():
             raise ShardedOpError(
-                f"backward through the parameters of unit {flat.name} with create_graph=True: expected first "
+                f"backward through the parameters of unit {flat.name} with create_graph=True expected first "
                 "derivatives, found a request for a graph of them. Differentiate twice with respect to inputs, or detach() the "
                 "model."
             )
@@ -269,7 +269,7 @@ class Reducer:
         gradient = self.gradients.get(flat.number)
         if gradient is None or gradient.flat is not flat:
             raise ShardedOpError(
-                f"backward of unit {flat.name}: expected the layout of its forward, found that parameters were frozen or "
+                f"backward of unit {flat.name} expected the layout of its forward, found that parameters were frozen or "
                 "unfrozen, or apply() was called, in between. Change requires_grad and the policy between steps."
             )
         return gradient

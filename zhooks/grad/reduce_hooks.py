@@ -54,6 +54,6 @@ def _call(hooks: OrderedDict[int, ReduceHook], unit: str, gradient: Tensor) -> N
         returned: object = hook(unit, gradient)
         if returned is not None:
             raise ShardedOpError(
-                f"reduce hook at unit {unit}: expected it to return None, found {type(returned).__name__}. Change the gradient "
-                "in place: a return value is not used."
+                f"The reduce hook at unit {unit} returned a value. Expected it to return None, found "
+                f"{type(returned).__name__}. Change the gradient in place: a return value is not used."
             )

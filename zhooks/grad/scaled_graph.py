@@ -55,7 +55,7 @@ class Boundary(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise ShardedOpError(
-                "backward with create_graph=True through a model whose policy has [precision] loss_scale: expected first "
+                "backward with create_graph=True through a model whose policy has [precision] loss_scale expected first "
                 "derivatives, found a request for a graph of them. Unset loss_scale and scale with torch.amp.GradScaler."
             )
         factor: float = ctx.scaler.crossed(ctx.inward)
@@ -157,7 +157,7 @@ def _runs(node: Any) -> bool:
 
 def _around(what: str) -> ScaleError:
     return ScaleError(
-        f"backward under [precision] loss_scale: expected a loss made of the model's outputs, inputs and parameters, found "
+        f"backward under [precision] loss_scale expected a loss made of the model's outputs, inputs and parameters, found "
         f"{what}, whose gradient would bypass the scale. Return it from forward, or unset loss_scale and scale with "
         "torch.amp.GradScaler."
     )

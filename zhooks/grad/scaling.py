@@ -124,7 +124,7 @@ class Scaling:
             return view
         if isinstance(torch._C._current_autograd_node(), _REENTRANT):
             raise ScaleError(
-                "[precision] loss_scale: expected parameters to be used in their own modules, found one used in a function "
+                "[precision] loss_scale needs parameters to be used in their own modules, found one used in a function "
                 "under reentrant checkpointing, where it is unknown whether gradients are scaled. Pass use_reentrant=False."
             )
         return self._cross(view, inward=True, dtype=None)
@@ -236,7 +236,7 @@ class Scaling:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             where = f"{names[0][1]} of unit {names[0][0]}{more}" if names else "another stage"
             raise ScaleError(
-                f"[precision] loss_scale: expected gradients that are finite at min_scale, {self.scale.rules.min_scale:g}, "
+                f"[precision] loss_scale needs gradients that are finite at min_scale, {self.scale.rules.min_scale:g}, "
                 f"found an overflow in step {self.overflows.step} in {where}. Look for a loss or a layer that overflows by "
                 'itself, lower the learning rate, or set param = "bf16"; this step is skipped, and training can continue.'
             )
@@ -267,7 +267,7 @@ class Scaling:
             return
         if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
             raise ShardedOpError(
-                f"{type(optimizer).__name__}.step(closure): expected a step without a closure, because [precision] loss_scale "
+                f"{type(optimizer).__name__}.step(closure) expected a step without a closure, because [precision] loss_scale "
                 "skips steps that overflowed; found one. Call the closure yourself, then step()."
             )
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
@@ -335,8 +335,8 @@ class Scaling:
         """See ``overflow.Watch``."""
         if self.on:
             raise ScaleError(
-                "torch.amp.GradScaler: expected either it or [precision] loss_scale, found both, so that gradients are "
-                "unscaled already. Unset loss_scale, or train without the scaler."
+                "Gradients are scaled twice. Expected either torch.amp.GradScaler or [precision] loss_scale, found both, so "
+                "that gradients are unscaled already. Unset loss_scale, or train without the scaler."
             )
 
     def ask_stages(self, found: Tensor) -> None:
@@ -408,7 +408,7 @@ class Scaling:
         whole = type(good) is int and type(left) is int
         if type(scale) is not float or not 0 < scale <= torch.finfo(torch.float32).max or not whole:
             raise CheckpointError(
-                f"load: expected scale, good_steps and overflows_left as saved, found {state}. Load another checkpoint."
+                f"load expected scale, good_steps and overflows_left as saved, found {state}. Load another checkpoint."
             )
 
         def follow() -> None:

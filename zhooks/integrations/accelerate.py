@@ -83,13 +83,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         other = _OTHERS.get(self.distributed_type)
         if other is not None:
             raise PolicyError(
-                f"Accelerator: expected one way to shard, found zhooks and {other} ({self.distributed_type.value}). "
+                f"Accelerator expected one way to shard, found zhooks and {other} ({self.distributed_type.value}). "
                 "Drop one of them, in the script or in the options of `accelerate launch`."
             )
         parallel = getattr(self, "parallelism_config", None)
         if parallel is not None:
             raise PolicyError(
-                "Accelerator: expected only the policy to say how to shard, found parallelism_config as well. Drop it; for a "
+                "Accelerator expected only the policy to say how to shard, found parallelism_config as well. Drop it; for a "
                 "mesh of several axes call zhooks.attach(model, mesh=...) in your own loop."
             )
         self._divide_precision()
@@ -101,12 +101,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return
         if theirs not in ("no", ours):
             raise PolicyError(
-                f'Accelerator: expected one precision, found [precision] param = "{ours}" in the policy and mixed_precision = '
+                f'Accelerator expected one precision, found [precision] param = "{ours}" in the policy and mixed_precision = '
                 f'"{theirs}" (Trainer: {theirs}=True). Make them equal or drop one.'
             )
         if theirs == "fp16" and self.policy.precision.loss_scale is None:
             raise PolicyError(
-                'Accelerator: expected a loss scale for fp16, found none: with [precision] param = "fp16" the policy casts and '
+                'Accelerator expected a loss scale for fp16, found none: with [precision] param = "fp16" the policy casts and '
                 'Accelerate\'s GradScaler is not used. Set [precision] loss_scale = "dynamic", or drop param.'
             )
         self.native_amp, self.scaler = False, None
@@ -148,7 +148,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         holding = [each for each in self._given if any(id(param) in mine for param in each.state)]
         if len(holding) > 1:
             raise PolicyError(
-                f"prepare: expected at most one optimizer that already holds states of a model, found {len(holding)}. "
+                f"prepare expected at most one optimizer that already holds states of a model, found {len(holding)}. "
                 "Prepare before the first step, and load states afterwards."
             )
         attachment = attach(prepared, holding[0] if holding else None, policy=self.policy)
@@ -285,9 +285,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         saved.check_noted(folder)
         if any(getattr(loader, "use_stateful_dataloader", False) for loader in self._dataloaders):
             raise CheckpointError(
-                f"load {shown_path(folder)}: expected {counted(saved.ranks, 'rank')} as saved, found {self.num_processes}: "
-                "the state of a stateful data loader belongs to one rank. Resume on as many ranks, or do not set "
-                "use_stateful_dataloader."
+                f"Cannot load {shown_path(folder)}. Expected {counted(saved.ranks, 'rank')} as saved, found "
+                f"{self.num_processes}: the state of a stateful data loader belongs to one rank. Resume on as many ranks, or "
+                "do not set use_stateful_dataloader."
             )
         stepping = [one for one in self._schedulers if one.step_with_optimizer and not one.split_batches]
         if stepping:

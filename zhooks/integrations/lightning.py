@@ -83,7 +83,7 @@ class ZhooksStrategy(DDPStrategy):
         of_ddp = sorted({*self._ddp_kwargs, *(_OF_DDP & kwargs.keys())})
         if of_ddp:
             raise PolicyError(
-                f"ZhooksStrategy: expected a policy and options of the launch, found {', '.join(of_ddp)}, an option of "
+                f"ZhooksStrategy expected a policy and options of the launch, found {', '.join(of_ddp)}, an option of "
                 "DistributedDataParallel. Drop it."
             )
         self.policy, self.keep_attached = Policy.of(policy), keep_attached
@@ -100,7 +100,7 @@ class ZhooksStrategy(DDPStrategy):
         self._failed = False
         if self.attachment is not None and self.attachment.model is not self.lightning_module:
             raise AttachError(
-                f"ZhooksStrategy: expected {type(self.attachment.model).__name__}, which is attached, found another module. "
+                f"ZhooksStrategy expected {type(self.attachment.model).__name__}, which is attached, found another module. "
                 "Call trainer.strategy.attachment.detach(), or make a new Trainer and strategy for it."
             )
         if self.attachment is None:
@@ -119,13 +119,13 @@ class ZhooksStrategy(DDPStrategy):
         if self.policy.precision.loss_scale is not None and not isinstance(self.precision_plugin, PolicyPrecision):
             if type(self.precision_plugin) is not Precision:
                 raise PolicyError(
-                    "ZhooksStrategy: expected one loss scale and one precision, found [precision] loss_scale in the policy and "
+                    "ZhooksStrategy expected one loss scale and one precision, found [precision] loss_scale in the policy and "
                     f'{type(self.precision_plugin).__name__} of Trainer(precision="{theirs}"). Drop one of them.'
                 )
             self.precision_plugin = PolicyPrecision()
         if ours not in (None, "fp32") and theirs not in ("32-true", "32"):
             raise PolicyError(
-                f'ZhooksStrategy: expected one precision, found [precision] param = "{ours}" in the policy and '
+                f'ZhooksStrategy expected one precision, found [precision] param = "{ours}" in the policy and '
                 f'Trainer(precision="{theirs}"). Drop one of them.'
             )
 
@@ -210,9 +210,9 @@ class ZhooksStrategy(DDPStrategy):
         done = batches.get("current", {}).get("processed", 0)
         if fitting and ranks != self.world_size and done and not batches.get("is_last_batch"):
             raise CheckpointError(
-                f"load {shown_path(checkpoint_path)}: expected {counted(ranks, 'rank')} as saved, or a checkpoint from the "
-                f"end of an epoch, found {self.world_size} and one after {done} batch(es) per rank. Resume on as "
-                "many, or save when epochs end."
+                f"Cannot load {shown_path(checkpoint_path)}. Expected {counted(ranks, 'rank')} as saved, or a checkpoint from "
+                f"the end of an epoch, found {self.world_size} and one after {done} batch(es) per rank. Resume on as many, or "
+                "save when epochs end."
             )
         return checkpoint
 
@@ -258,7 +258,7 @@ class SaveOnPreemption(pl.Callback):
         attachment = getattr(trainer.strategy, "attachment", None)
         if attachment is None:
             raise AttachError(
-                f"SaveOnPreemption: expected ZhooksStrategy, found {type(trainer.strategy).__name__}. Pass "
+                f"SaveOnPreemption expected ZhooksStrategy, found {type(trainer.strategy).__name__}. Pass "
                 "strategy=ZhooksStrategy()."
             )
         if threading.current_thread() is threading.main_thread():

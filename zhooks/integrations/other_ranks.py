@@ -47,8 +47,8 @@ class SavedBy:
         """
         if not self.facts:
             raise CheckpointError(
-                f"load {shown_path(folder)}: expected as many ranks as saved ({self.ranks}), because an older release did not "
-                f"record what its steps were. Resume on {counted(self.ranks, 'rank')}, and save again."
+                f"Cannot load {shown_path(folder)}. Expected as many ranks as saved ({self.ranks}), because an older release "
+                f"did not record what its steps were. Resume on {counted(self.ranks, 'rank')}, and save again."
             )
 
     def check_same(self, folder: str | os.PathLike[str], what: str, key: str, here: Any, instead: str) -> None:
@@ -60,7 +60,7 @@ class SavedBy:
         before = self.facts.get(key)
         if before != here:
             raise CheckpointError(
-                f"load {shown_path(folder)}: expected {_listed(before)} {what}, as in the checkpoint "
+                f"Cannot load {shown_path(folder)}. Expected {_listed(before)} {what}, as in the checkpoint "
                 f"({counted(self.ranks, 'rank')}), found {_listed(here)}. {instead}"
             )
 

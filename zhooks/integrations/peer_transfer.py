@@ -108,8 +108,8 @@ class PeerTransfer(CheckpointTransport[dict[str, Any]]):  # type: ignore[misc]
             if here != there:
                 self.end()
                 raise CheckpointError(
-                    f"state of {arriving.where}: expected what is registered here with register_state_dict_fn, {sorted(here)}, "
-                    f"found {sorted(there)}. Register the same in all replicas."
+                    f"Cannot use the state of {arriving.where}. Expected what is registered here with register_state_dict_fn, "
+                    f"{sorted(here)}, found {sorted(there)}. Register the same in all replicas."
                 )
             return arriving.beside
         except PeerLostError:
@@ -323,9 +323,13 @@ class Arriving:
         except (OSError, ValueError) as error:
             raise self._lost(error) from error
         if header.get("refused") == "":
-            raise PeerLostError(f"state of {self.where}: expected the state of step {step}, found step {header['step']}.")
+            raise PeerLostError(
+                f"Cannot use the state of {self.where}. Expected the state of step {step}, found step {header['step']}."
+            )
         if "refused" in header:
-            raise CheckpointError(f"state of {self.where}: expected one that can be transferred, found: {header['refused']}")
+            raise CheckpointError(
+                f"Cannot use the state of {self.where}. Expected one that can be transferred, found: {header['refused']}"
+            )
         return header
 
     def ask(self, name: str, start: int, numel: int) -> Tensor:
@@ -345,7 +349,7 @@ class Arriving:
         self._peer.close()
 
     def _lost(self, error: Exception) -> PeerLostError:
-        return PeerLostError(f"state of {self.where}: expected the peer to keep answering, found: {error}.")
+        return PeerLostError(f"Cannot use the state of {self.where}. Expected the peer to keep answering, found: {error}.")
 
 
 def _send(peer: socket.socket, message: dict[str, Any]) -> None:

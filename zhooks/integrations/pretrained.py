@@ -68,20 +68,20 @@ def requested(
     path = Path(folder)
     if not path.is_dir():
         raise CheckpointError(
-            f"from_pretrained: expected a folder with config.json and safetensors, found {shown_path(path)}. "
+            f"from_pretrained expected a folder with config.json and safetensors, found {shown_path(path)}. "
             "Nothing is downloaded; give the path of one."
         )
     try:
         config, unknown = AutoConfig.from_pretrained(path, local_files_only=True, return_unused_kwargs=True, **changes)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"from_pretrained: expected a config.json in {shown_path(path)}, found: {error}") from None
+        raise CheckpointError(f"from_pretrained expected a config.json in {shown_path(path)}, found: {error}") from None
     if unknown:
         keys = _few(sorted(unknown))
-        raise CheckpointError(f"from_pretrained: expected keyword arguments of the configuration, found {keys}. Drop them.")
+        raise CheckpointError(f"from_pretrained expected keyword arguments of the configuration, found {keys}. Drop them.")
     make = getattr(cls, "_from_config", None) or getattr(cls, "from_config", None)
     if make is None:
         raise CheckpointError(
-            f"from_pretrained: expected a class of transformers, found {str(cls)[:100]}. Pass LlamaForCausalLM or the like, or "
+            f"from_pretrained expected a class of transformers, found {str(cls)[:100]}. Pass LlamaForCausalLM or the like, or "
             "an Auto class such as AutoModelForCausalLM."
         )
     with torch.device("meta"):
@@ -104,7 +104,7 @@ def _check_dtypes(model: Any, config: Any) -> None:
     """
     if getattr(config, "quantization_config", None) is not None:
         raise CapabilityError(
-            "from_pretrained: expected weights that can be trained, found a quantization_config. Use a folder without one."
+            "from_pretrained expected weights that can be trained, found a quantization_config. Use a folder without one."
         )
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if config.dtype is torch.float16:
@@ -113,7 +113,7 @@ def _check_dtypes(model: Any, config: Any) -> None:
     narrow = [name for name, dtype in mixed if dtype is not torch.float32]
     if narrow:
         raise CapabilityError(
-            f"from_pretrained: expected one dtype, found modules that {type(model).__name__} keeps in fp32 ({_few(narrow)}) "
+            f"from_pretrained expected one dtype, found modules that {type(model).__name__} keeps in fp32 ({_few(narrow)}) "
             f"next to {config.dtype}. Pass dtype=torch.float32, and let the policy's [precision] cast."
         )
 
@@ -136,7 +136,7 @@ class _Weights:
 
     def _refusal(self, found: str) -> CheckpointError:
         return CheckpointError(
-            f"from_pretrained: expected {_WEIGHTS} or {_INDEX} in {shown_path(self._folder)}, found {found[:300]}. "
+            f"from_pretrained expected {_WEIGHTS} or {_INDEX} in {shown_path(self._folder)}, found {found[:300]}. "
             "Write them with save_pretrained."
         )
 
@@ -254,7 +254,7 @@ class _Filler:
         missing = [name for name in expected if name not in self._found]
         if len(missing) == len(expected):
             raise CheckpointError(
-                f"from_pretrained: expected the tensors of {what} in the folder ({_few(expected)}), found "
+                f"from_pretrained expected the tensors of {what} in the folder ({_few(expected)}), found "
                 f"{_few(sorted(self._weights.files))}. Use the class that the folder was saved from."
             )
         if missing:
@@ -281,7 +281,7 @@ class _Filler:
             for other, how in others:
                 if not torch.equal(how.made(other, self._weights, self._model), value):
                     raise CheckpointError(
-                        f"from_pretrained: expected {stored} and {other} to be one tensor, as the configuration ties them, "
+                        f"from_pretrained expected {stored} and {other} to be one tensor, as the configuration ties them, "
                         "found two. Pass tie_word_embeddings=False."
                     )
             _check_value(key, value, tensor)
@@ -292,12 +292,12 @@ def _check_value(key: str, value: Tensor, tensor: Tensor) -> None:
     """Refuse what the folder has for a tensor of the model; only its shape and dtype are looked at."""
     if tensor.is_floating_point() and (not value.is_floating_point() or value.element_size() < 2):
         raise CapabilityError(
-            f"from_pretrained: expected {key} in fp32, bf16 or fp16, found {value.dtype} in the folder, which is "
+            f"from_pretrained expected {key} in fp32, bf16 or fp16, found {value.dtype} in the folder, which is "
             "quantised. Use a folder of weights that can be trained."
         )
     if value.shape != tensor.shape:
         raise CheckpointError(
-            f"from_pretrained: expected {key} of shape {tuple(tensor.shape)} as the configuration says, found "
+            f"from_pretrained expected {key} of shape {tuple(tensor.shape)} as the configuration says, found "
             f"{tuple(value.shape)} in the folder. Use the configuration that the weights were saved with."
         )
 

@@ -20,6 +20,6 @@ def require(integration: str, library: str, oldest: tuple[int, int]) -> None:
         found = ""
     if not found or tuple(map(int, re.findall(r"\d+", found)[:2])) < oldest:
         raise CapabilityError(
-            f"zhooks.integrations.{integration}: expected {library} >= {'.'.join(map(str, oldest))}, found {found or 'none'}. "
+            f"zhooks.integrations.{integration} needs {library} >= {'.'.join(map(str, oldest))}, found {found or 'none'}. "
             f"Run `pip install 'zhooks[{integration}]'` (in a checkout: '.[{integration}]')."
         )

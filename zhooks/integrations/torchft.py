@@ -148,7 +148,7 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
         """
         if not allow_heal:
             raise CapabilityError(
-                "torchft: expected a quorum that heals replicas which return, found allow_heal=False. Use DiLoCo and "
+                "torchft expected a quorum that heals replicas which return, found allow_heal=False. Use DiLoCo and "
                 "LocalSGD with a model that is not attached."
             )
         self._attached.check_replicated()
@@ -194,7 +194,7 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
         )
         some_failed, some_heal, some_keep, torn, refused = map(bool, agreed)
         if refused:
-            raise problem or CheckpointError("torchft: expected the state of a peer, found it refused to another rank.")
+            raise problem or CheckpointError("torchft expected the state of a peer, found it refused to another rank.")
         if asked is not None:
             transfer.serve(self._offer(asked.beside, torn), asked)
         if some_heal and (some_failed or some_keep):
@@ -215,7 +215,7 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
             self._torn, self._compared = False, False
         elif torn:
             raise CheckpointError(
-                "torchft: expected a live replica with a complete state, because the last one died during the transfer, found "
+                "torchft expected a live replica with a complete state, because the last one died during the transfer, found "
                 "none that is ahead. Restart this replica from a checkpoint."
             )
         elif not self._compared and self.current_step() == 0:
@@ -266,18 +266,18 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
             return
         if found is _Found.OTHER_RUN:
             raise AttachError(
-                "torchft: expected replicas with the same model, policy and optimizer at the same step, found one that differs "
+                "torchft expected replicas with the same model, policy and optimizer at the same step, found one that differs "
                 f"from this one at step {self.current_step()}. Run one program in all, and apply() in all before the same "
                 "step; with a checkpoint, load the state_dict() of Replicas too."
             )
         if self._compared:
             raise AttachError(
-                "torchft: expected replicas that have made the same steps, found one with different values: they have trained "
+                "torchft expected replicas that have made the same steps, found one with different values: they have trained "
                 "separately, or only one of them has changed values or skipped an update. Stop all replicas but one, and "
                 "restart them."
             )
         raise AttachError(
-            "torchft: expected replicas that start from the same parameters and optimizer states, found one with different "
+            "torchft expected replicas that start from the same parameters and optimizer states, found one with different "
             "values. Set the same seed in all replicas before building the model, or load the same checkpoint in all."
         )
 
@@ -342,7 +342,7 @@ class _Jobs:
     def add_up(self, call: Call, out: Tensor) -> _Sum:
         if not self._replicas.in_step:
             raise ShardedOpError(
-                f"{call.what} {call.key}: expected backward inside a step over replicas, found none started. Call "
+                f"{call.what} {call.key} expected backward inside a step over replicas, found none started. Call "
                 "zero_grad() of torchft's Optimizer, or start_quorum(), before the forward."
             )
         return _Sum(self._replicas, self._replicas.allreduce(out, reduce_op=dist.ReduceOp.SUM), out)
@@ -365,7 +365,7 @@ def _answers(what: str) -> Iterator[None]:
         if isinstance(error, ZhooksError) or "max_retries" in str(error):
             raise
         raise DivergenceError(
-            f"torchft {what}: expected an answer from this replica's Manager, on rank 0, and from the lighthouse, found "
+            f"torchft {what} expected an answer from this replica's Manager, on rank 0, and from the lighthouse, found "
             f"{type(error).__name__}: {' '.join(str(error).split())[:200]}. Look at that rank's own output and at the "
             "lighthouse, and restart this replica."
         ) from error
@@ -376,7 +376,7 @@ def _warn_of_a_start_over() -> None:
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts != "0":
         warn_user(
-            "torchft: expected a live replica to get the state from, because torchrun has restarted these ranks (restarts: "
+            "torchft expected a live replica to get the state from, because torchrun has restarted these ranks (restarts: "
             f"{restarts}), found none beyond step 0: training begins at step 0. To continue from a checkpoint, load it and "
             "the state_dict() of Replicas before the first step.",
             RuntimeWarning,
@@ -391,21 +391,21 @@ def _number(digest: str) -> int:
 def _check_options(attachment: Attachment, timeout: timedelta, options: dict[str, Any]) -> None:
     for name, kept in _FIXED.items():
         if options.get(name, kept) != kept:
-            raise AttachError(f"torchft: expected {name} = {kept}, as the transfer of states by rank needs. Drop the option.")
+            raise AttachError(f"torchft expected {name} = {kept}, as the transfer of states by rank needs. Drop the option.")
     mode = options.get("world_size_mode")
     if mode is not None and getattr(mode, "name", "") != "DYNAMIC":
-        raise AttachError("torchft: expected world_size_mode DYNAMIC, found spares, which are untested. Drop the option.")
+        raise AttachError("torchft expected world_size_mode DYNAMIC, found spares, which are untested. Drop the option.")
     timeout = _in_force(timeout)
     if timeout.total_seconds() >= attachment.policy.comm.timeout_s:
         raise AttachError(
-            f"torchft: expected a timeout below the policy's [comm] timeout_s, {attachment.policy.comm.timeout_s:g} s, because "
+            f"torchft expected a timeout below the policy's [comm] timeout_s, {attachment.policy.comm.timeout_s:g} s, because "
             f"ranks wait for one that waits for another replica, found {timeout.total_seconds():g} s. Lower it, or "
             f"{TIMEOUT_SEC_ENV}, which overrides it."
         )
     first = not dist.is_initialized() or dist.get_rank() == 0
     if first and not (options.get("lighthouse_addr") or os.environ.get("TORCHFT_LIGHTHOUSE")):
         raise AttachError(
-            "torchft: expected the address of a lighthouse, found none. Start torchft_lighthouse and set TORCHFT_LIGHTHOUSE, "
+            "torchft expected the address of a lighthouse, found none. Start torchft_lighthouse and set TORCHFT_LIGHTHOUSE, "
             "or pass lighthouse_addr."
         )
 
@@ -416,4 +416,4 @@ def _in_force(timeout: timedelta) -> timedelta:
     try:
         return timedelta(seconds=int(given)) if given is not None else timeout
     except ValueError:
-        raise AttachError(f"torchft: expected {TIMEOUT_SEC_ENV} to be whole seconds, found {given!r}. Set a number.") from None
+        raise AttachError(f"torchft expected {TIMEOUT_SEC_ENV} to be whole seconds, found {given!r}. Set a number.") from None

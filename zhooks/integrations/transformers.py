@@ -140,7 +140,7 @@ class ZeroMixin:
         if getattr(self.args, "enable_jit_checkpoint", False):
             if self.args.save_strategy == "best":
                 raise PolicyError(
-                    'Trainer: expected a save_strategy that saves on request, found "best" with enable_jit_checkpoint = True: '
+                    'Trainer expected a save_strategy that saves on request, found "best" with enable_jit_checkpoint = True: '
                     'only evaluation would decide when to save. Set save_strategy = "no", "steps" or "epoch".'
                 )
             self.args.enable_jit_checkpoint, self._saves_when_preempted = False, True
@@ -151,17 +151,17 @@ class ZeroMixin:
         if self.args.bf16_full_eval or self.args.fp16_full_eval:
             name = "bf16_full_eval" if self.args.bf16_full_eval else "fp16_full_eval"
             raise PolicyError(
-                f"Trainer: expected evaluation in the dtype of training, found {name} = True, which casts the model under its "
+                f"Trainer expected evaluation in the dtype of training, found {name} = True, which casts the model under its "
                 f'optimizer. Drop it, or set [precision] param = "{name[:4]}" in the policy.'
             )
         if self.args.save_on_each_node:
             raise PolicyError(
-                "Trainer: expected one folder that all nodes share, found save_on_each_node = True: whole weights are only "
+                "Trainer expected one folder that all nodes share, found save_on_each_node = True: whole weights are only "
                 "on rank 0. Drop it, and use an output_dir on a shared file system."
             )
         if self.args.auto_find_batch_size:
             raise CapabilityError(
-                "Trainer: expected a batch size, found auto_find_batch_size = True: if only one rank ran out of memory, the "
+                "Trainer expected a batch size, found auto_find_batch_size = True: if only one rank ran out of memory, the "
                 "others would wait for it. Set per_device_train_batch_size; `zprof simulate` shows what fits."
             )
 
@@ -249,9 +249,9 @@ class ZeroMixin:
         strategy = "group_by_length" if by_length else getattr(self.args, "train_sampling_strategy", "random")
         if strategy not in ("random", "sequential"):
             raise CheckpointError(
-                f"load {shown_path(shards)}: expected {counted(saved.ranks, 'rank')} as saved, found {self.args.world_size}: "
-                f"which examples were seen under {strategy} depends on each rank's batch. Resume on as many, or set "
-                "ignore_data_skip=True."
+                f"Cannot load {shown_path(shards)}. Expected {counted(saved.ranks, 'rank')} as saved, found "
+                f"{self.args.world_size}: which examples were seen under {strategy} depends on each rank's batch. Resume on as "
+                "many, or set ignore_data_skip=True."
             )
         instead = (
             "Set per_device_train_batch_size and gradient_accumulation_steps so that their product with the ranks is the same, "

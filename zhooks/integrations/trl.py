@@ -101,13 +101,13 @@ class _Generating(ZeroMixin):
         super()._check_arguments()
         if getattr(self.args, "generate_resident", False) and not hasattr(super(), "_generate"):
             raise CapabilityError(
-                f"{type(self).__name__}: expected a trl whose trainers have `_generate`, found {trl.__version__} "
+                f"{type(self).__name__} expected a trl whose trainers have `_generate`, found {trl.__version__} "
                 "and generate_resident = True. Drop it, or update trl."
             )
         for name in ("use_vllm", "use_transformers_continuous_batching", "use_transformers_paged"):
             if getattr(self.args, name, False):
                 raise CapabilityError(
-                    f"{type(self).__name__}: expected to generate with the attached model, found {name} = True, which copies "
+                    f"{type(self).__name__} expected to generate with the attached model, found {name} = True, which copies "
                     "or casts weights of which each rank has a shard. Drop it."
                 )
 

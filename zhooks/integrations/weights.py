@@ -19,9 +19,9 @@ def whole_weights(model: nn.Module, attachment: Attachment) -> dict[str, Any]:
     """
     if attachment.left_out:
         raise CheckpointError(
-            f"whole weights: expected plain parameters, found {len(attachment.left_out)} frozen of tensor subclasses "
-            f"(quantised), such as {attachment.left_out[0]}: only their library can write their values. Save only the adapters "
-            "(attachment.state_dict(), a Trainer with PEFT adapters), or shards: attachment.save()."
+            f"Cannot write whole weights. Expected plain parameters, found {len(attachment.left_out)} frozen of tensor "
+            f"subclasses (quantised), such as {attachment.left_out[0]}: only their library can write their values. Save only "
+            "the adapters (attachment.state_dict(), a Trainer with PEFT adapters), or shards: attachment.save()."
         )
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 

@@ -118,7 +118,7 @@ def flat_layout(
     """
     if world < 1 or itemsize < 1 or (max_numel is not None and max_numel < 1):
         raise LayoutError(
-            f"layout: expected world, itemsize and max_numel of at least 1, found {world}, {itemsize} and {max_numel}. "
+            f"layout needs world, itemsize and max_numel of at least 1, found {world}, {itemsize} and {max_numel}. "
             "Raise [units] max_numel."
         )
     align = max(1, align_bytes // itemsize)

@@ -69,7 +69,7 @@ class Ignored:
         if len(matched) < len(globs):
             missing = ", ".join(sorted(set(globs) - matched))
             raise AttachError(
-                f"[units] ignore: expected {missing} to match a module or a parameter, found none. Names are those of "
+                f"[units] ignore needs {missing} to match a module or a parameter, found none. Names are those of "
                 "model.named_modules() and model.named_parameters(); * matches dots too."
             )
         frozen = {

@@ -109,7 +109,7 @@ def resolve(mesh: DeviceMesh | None) -> Mesh:
     members = sorted(whole.mesh.flatten().tolist())
     if members != list(range(dist.get_world_size())):
         raise AttachError(
-            f"mesh: expected every rank of the process group (0 to {dist.get_world_size() - 1}), found ranks {members}. "
+            f"The mesh needs every rank of the process group (0 to {dist.get_world_size() - 1}), found ranks {members}. "
             "Build the mesh over the whole group."
         )
 
@@ -146,7 +146,7 @@ def axis_names(given: Sequence[str]) -> tuple[str, ...]:
     names = tuple(_ALIASES.get(name, name) for name in given)
     if not names or len(set(names)) != len(names) or not set(names) <= {SHARD, REPLICATE, TP, PP}:
         raise AttachError(
-            f"mesh: expected axes named {accepted_names()}, each axis at most once, found {tuple(given) or 'no names'}. "
+            f"The mesh needs axes named {accepted_names()}, each axis at most once, found {tuple(given) or 'no names'}. "
             'Build it with mesh_dim_names=("replicate", "shard") or ("pp", "dp", "tp").'
         )
     return names

@@ -112,7 +112,7 @@ def _by_pattern(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module]]
     if missing:
         present = sorted({type(module).__name__ for module in tree.modules(model)})
         raise AttachError(
-            f"[units]: expected {', '.join(missing)} to match a module, found none. "
+            f"[units] needs {', '.join(missing)} to match a module, found none. "
             f"Classes in this model: {', '.join(present)}."
         )
     return found

@@ -137,7 +137,7 @@ def rule_for(optimizer: Optimizer) -> Rule:
 
 def _refused(optimizer: Optimizer, found: str) -> ShardedOpError:
     return ShardedOpError(
-        f'[optimizer] kernel = "numba": expected Adam, AdamW, SGD or Lion with plain options, found '
+        f'[optimizer] kernel = "numba" needs Adam, AdamW, SGD or Lion with plain options, found '
         f'{type(optimizer).__name__}{found}. Use kernel = "torch".'
     )
 
@@ -193,12 +193,12 @@ class NumbaKernel:
         rule_for(optimizer)
         if arguments.given:
             raise ShardedOpError(
-                f'[optimizer] kernel = "numba": expected {type(optimizer).__name__}.step() without arguments, which its kernel '
+                f'[optimizer] kernel = "numba" needs {type(optimizer).__name__}.step() without arguments, which its kernel '
                 f'does not support, found {", ".join(arguments.given)}. Use kernel = "torch".'
             )
         if flat.kind.master is not torch.float32 and not self._rounds(flat):
             raise ShardedOpError(
-                f'[optimizer] kernel = "numba": expected fp32 parameters, found {flat.kind.master} in unit {flat.name}. Use '
+                f'[optimizer] kernel = "numba" needs fp32 parameters, found {flat.kind.master} in unit {flat.name}. Use '
                 'kernel = "torch", keep the parameters in fp32 and set [precision] param, or set rounding = "stochastic".'
             )
     def update(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:

@@ -145,7 +145,7 @@ class Optimizers:
         problem = disagreement(self._stage, {"optimizer": {**facts, "states": f"{text_digest(states):x}"}})
         if problem and not AllRanks(self._stage, verb, "the optimizer's state").same(states):
             raise CheckpointError(
-                f"{type(optimizer).__name__}.{verb}: expected the same optimizer states on every rank, found different ones: "
+                f"{type(optimizer).__name__}.{verb} expected the same optimizer states on every rank, found different ones: "
                 "load_state_dict was called on only some ranks, or with different files. Load the same state on all ranks, "
                 "or rank 0's with attachment.load_state_dict."
             )
@@ -153,10 +153,10 @@ class Optimizers:
             raise DivergenceError(problem)
         problem = partitions(optimizer) or self.owners.refusal(optimizer)
         if problem:
-            raise ShardedOpError(f"{verb}: {problem}")
+            raise ShardedOpError(f"{problem} ({verb}.)")
         if whole and _in_backward():
             raise ShardedOpError(
-                f"{type(optimizer).__name__}.{verb}: expected a first step after backward, because it updates whole "
+                f"{type(optimizer).__name__}.{verb} expected a first step after backward, because it updates whole "
                 "parameters, whose owner ranks are chosen then; found one inside backward. Step it after backward."
             )
         self.owners.choose(optimizer, verb)
@@ -306,7 +306,7 @@ class Optimizers:
         for one, before, after in zip(found, names, names[1:], strict=False):
             if before == after:
                 raise CheckpointError(
-                    f"{verb}: expected optimizers that can be told apart, found two {type(one).__name__} with the "
+                    f"{verb} expected optimizers that can be told apart, found two {type(one).__name__} with the "
                     "same parameters, options and counters, neither of which has stepped. Pass both to the call, or each to "
                     "attachment.state_dict(optimizer) before it, in the same order on all ranks."
                 )
@@ -323,9 +323,9 @@ def partitions(optimizer: object) -> str:
     inner = getattr(optimizer, "_optim_constructor", None)
     name = inner.__name__ if isinstance(inner, type) else "AdamW"
     return (
-        f"expected an optimizer that steps all parameters on every rank, because the model is already partitioned, found "
-        f"ZeroRedundancyOptimizer, which steps some of them on each of {optimizer.world_size} ranks. Use the optimizer "
-        f"inside it: {name}(model.parameters(), ...); stages 1 to 3 partition its states."
+        "ZeroRedundancyOptimizer steps only some of the parameters on each rank. Expected an optimizer that steps all of them, "
+        f"because the model is already partitioned, found one that divides them over {optimizer.world_size} ranks. Use the "
+        f"optimizer inside it: {name}(model.parameters(), ...); stages 1 to 3 partition its states."
     )
 
 
@@ -334,7 +334,7 @@ def _check_shapes(optimizer: Optimizer, held: Sequence[tuple[nn.Parameter, Param
     for _, spec, key, value in held if type(optimizer) in BY_RANGES else ():
         if value.shape != spec.shape:
             raise CheckpointError(
-                f"{type(optimizer).__name__}.{verb}: expected the state {key} of {spec.name} to have the parameter's shape "
+                f"{type(optimizer).__name__}.{verb} expected the state {key} of {spec.name} to have the parameter's shape "
                 f"{tuple(spec.shape)}, found {tuple(value.shape)}: states of another model were loaded. Load this model's."
             )
 
@@ -407,7 +407,7 @@ def _in_backward() -> bool:
 
 def _others(verb: str, found: str, stage: Transport) -> DivergenceError:
     return DivergenceError(
-        f"{verb}: expected the same optimizers of the model on every rank, found different ones: {found} on rank "
+        f"{verb} expected the same optimizers of the model on every rank, found different ones: {found} on rank "
         f"{stage.axis.ranks[stage.axis.rank]}. Build the same on all ranks, delete those that only some ranks have, or pass "
         "the one you mean."
     )

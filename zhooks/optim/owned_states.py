@@ -43,8 +43,8 @@ class OwnedStates(dict[Any, Any]):
         if self.here:
             raise KeyError(key)
         raise ShardedOpError(
-            f"state {key!r} of {self.name}: expected it on this rank, found that the optimizer updates the whole parameter on "
-            f"its owner, rank {self.owner} of the shard axis. Read it there, or in attachment.state_dict()."
+            f"Cannot read state {key!r} of {self.name} here. Expected it on this rank, found that the optimizer updates the "
+            f"whole parameter on its owner, rank {self.owner} of the shard axis. Read it there, or in attachment.state_dict()."
         )
 
     def __repr__(self) -> str:
@@ -69,8 +69,8 @@ class OwnedStates(dict[Any, Any]):
         """
         if self.owner is not None:
             raise ShardedOpError(
-                f"pickling the optimizer state of {self.name} (torch.save, or a checkpoint of Lightning or Accelerate):"
-                f" expected all of it, found a parameter whose states are only on rank {self.owner} of the shard axis. Call,"
+                f"Cannot pickle the optimizer state of {self.name} (torch.save, or a checkpoint of Lightning or Accelerate)."
+                f" Expected all of it, found a parameter whose states are only on rank {self.owner} of the shard axis. Call,"
                 " on every rank, attachment.save(folder) to resume, or attachment.state_dict(optimizer), whole on rank 0."
             )
         return OrderedDict, (), None, None, iter(self.items())

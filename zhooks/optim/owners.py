@@ -157,28 +157,29 @@ class Owners:
         kept, beside = kept_elsewhere(optimizer, [one.param for one in self.whole(optimizer)]), beside_params(optimizer)
         if kept:
             return (
-                f"{kind}: expected an optimizer that keeps what it knows of a parameter in groups and state[param], because "
-                "ranks step copies of parameters that it updates whole; found parameters in "
-                f"{kind}{kept}, which would not know the copies. Step the optimizer that it wraps, if it wraps one; if "
-                f"{kind} is yours, keep that in state[param]; otherwise use another optimizer."
+                f"{kind} cannot train this model. Expected an optimizer that keeps what it knows of a parameter in groups and "
+                "state[param], because ranks step copies of parameters that it updates whole; found parameters in "
+                f"{kind}{kept}, which would not know the copies. Step the optimizer that it wraps, if it wraps one; if {kind} "
+                "is yours, keep that in state[param]; otherwise use another optimizer."
             )
         if beside:
             return (
-                f"{kind}: expected options that hold for all parameters of a group, because it updates them whole, a few at a "
-                f"time; found {beside}, a list as long as params. Make it a tuple if it is one option for all; otherwise give "
-                "each parameter its own group, or write it into state[param]."
+                f"{kind} cannot train this model. Expected options that hold for all parameters of a group, because it updates "
+                f"them whole, a few at a time; found {beside}, a list as long as params. Make it a tuple if it is one option "
+                "for all; otherwise give each parameter its own group, or write it into state[param]."
             )
         if problem:
             return (
-                f"{kind}: expected an optimizer that works element by element, or updates each parameter by itself, because "
-                f"ranks hold ranges of them; found that {problem}. Use another optimizer, or train the plain model."
+                f"{kind} cannot train this model. Expected an optimizer that works element by element, or updates each "
+                f"parameter by itself, because ranks hold ranges of them; found that {problem}. Use another optimizer, or "
+                "train the plain model."
             )
         for one in self.whole(optimizer):
             found = _elsewhere(one)
             if found:
                 return (
-                    f"{kind}: expected parameters that one rank can have whole, because it updates {one.spec.name} as a whole; "
-                    f"found {found}. Use an optimizer that works element by element for it (AdamW)."
+                    f"{kind} cannot train this model. Expected parameters that one rank can have whole, because it updates "
+                    f"{one.spec.name} as a whole; found {found}. Use an optimizer that works element by element for it (AdamW)."
                 )
         return ""
 
@@ -259,7 +260,7 @@ def _about(states: Any) -> str:
 
 def _on_some(optimizer: Optimizer, verb: str, found: str) -> CheckpointError:
     return CheckpointError(
-        f"{type(optimizer).__name__}.{verb}: expected the same optimizer states on every rank, or those of a parameter that is "
+        f"{type(optimizer).__name__}.{verb} expected the same optimizer states on every rank, or those of a parameter that is "
         f"updated whole on its owner, found {found}: load_state_dict was called on only some ranks, or with different files. "
         "Load the same state on all ranks, or rank 0's with attachment.load_state_dict."
     )

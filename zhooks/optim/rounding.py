@@ -129,6 +129,6 @@ def check_rounding(policy: Policy, groups: Sequence[Group]) -> None:
     if strange or torch.bfloat16 not in trained.values():
         found = f"{strange[0]} in {str(trained[strange[0]]).removeprefix('torch.')}" if strange else "only fp32"
         raise CapabilityError(
-            f'[optimizer] rounding = "stochastic": expected trained parameters stored in bf16 (fp32 ones stay as they are), '
+            f'[optimizer] rounding = "stochastic" needs trained parameters stored in bf16 (fp32 ones stay as they are), '
             f'found {found}. Make the model bf16 before attach (model.bfloat16()), or set rounding = "nearest".'
         )

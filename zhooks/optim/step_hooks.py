@@ -139,8 +139,9 @@ class Stepper:
         whole, updates = self._updates(optimizer)
         if (_ids(whole) | _ids(updates)) - now:
             raise ShardedOpError(
-                f"{type(optimizer).__name__}: expected an optimizer that is stepped directly, or shares the groups of the one "
-                "that steps it, because states are on tiers or owner ranks; found its own groups. Step it directly."
+                f"{type(optimizer).__name__} cannot be stepped in this way. Expected an optimizer that is stepped directly, or "
+                "shares the groups of the one that steps it, because states are on tiers or owner ranks; found its own "
+                "groups. Step it directly."
             )
 
 
@@ -195,11 +196,11 @@ def _arguments(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
     where = "expected a step without {0}, found {1}: states on tiers or owner ranks are updated in several steps. {2}"
     if "closure" in named:
         what = where.format("a closure", "one", "Call the closure yourself, then step().")
-        raise ShardedOpError(f"{type(optimizer).__name__}.step(closure): {what}")
+        raise ShardedOpError(f"{type(optimizer).__name__}.step(closure) {what}")
     for name, value in named.items():
         if _by_parameter(value):
             what = where.format("tensors for each parameter", "some", "Write them into .grad, or use tier = \"device\".")
-            raise ShardedOpError(f"{type(optimizer).__name__}.step({name}): {what}")
+            raise ShardedOpError(f"{type(optimizer).__name__}.step({name}) {what}")
     return Arguments(args, kwargs, tuple(named))
 
 
@@ -218,7 +219,7 @@ def _own_hooks_first(optimizer: Any, args: Any, kwargs: Any) -> Iterator[dict[in
         changed = hook(optimizer, args, kwargs)
         if changed is not None:
             raise ShardedOpError(
-                f"{type(optimizer).__name__}: expected step pre-hooks that return None, because its states are on tiers; "
+                f"{type(optimizer).__name__} expected step pre-hooks that return None, because its states are on tiers; "
                 "found one that changes the arguments of step. Change them where step is called."
             )
     table.clear()

@@ -63,7 +63,7 @@ class Steps:
         if self.ours(optimizer):
             if self.dropped:
                 raise DivergenceError(
-                    f"{type(optimizer).__name__}.step: expected a backward after recover(), which dropped all gradients, found "
+                    f"{type(optimizer).__name__}.step expected a backward after recover(), which dropped all gradients, found "
                     "none. Repeat the step from its first forward."
                 )
             self.under_way = f"{type(optimizer).__name__}.step"

@@ -311,9 +311,9 @@ def _check_options(optimizer: Optimizer, now: list[dict[str, Any]], before: list
     """
     if before is not None and not same_options(now, before):
         raise ShardedOpError(
-            f"{type(optimizer).__name__}: expected an optimizer that updates each element by itself, because its states are on "
-            "tiers; found that the options of its groups depend on all parameters at once. Use tier = \"device\" for "
-            "[parameter], [gradient] and [optimizer], or another optimizer."
+            f"{type(optimizer).__name__} cannot be used with tiers. Expected an optimizer that updates each element by itself, "
+            "because its states are on tiers; found that the options of its groups depend on all parameters at once. Use tier "
+            "= \"device\" for [parameter], [gradient] and [optimizer], or another optimizer."
         )
 
 

@@ -70,9 +70,10 @@ class Untrained:
             return
         kind = type(optimizer).__name__
         raise AttachError(
-            f"{kind}.step: expected an optimizer with parameters of the attached {self._model}, which has gradients, found "
-            f"none in memory: this {kind} holds other parameters, so nothing trains that model. Build the optimizer over the "
-            "parameters of the model that was given to attach; if that shall not be trained, call requires_grad_(False) on it."
+            f"{kind}.step trains nothing. Expected an optimizer with parameters of the attached {self._model}, which has "
+            f"gradients, found none in memory: this {kind} holds other parameters, so nothing trains that model. Build the "
+            "optimizer over the parameters of the model that was given to attach; if that shall not be trained, call "
+            "requires_grad_(False) on it."
         )
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -115,7 +115,7 @@ class WholeUpdater:
         for one, count in zip(shared, counts, strict=True):
             if count not in (0, world):
                 raise DivergenceError(
-                    f"step: expected a gradient of {one.spec.name} on every rank or on none, found one on {count} of {world} "
+                    f"step expected a gradient of {one.spec.name} on every rank or on none, found one on {count} of {world} "
                     "ranks. Set .grad to None on all ranks or on none; nothing has been updated."
                 )
         return [one for one, has in zip(shared, here, strict=True) if has]
@@ -294,7 +294,7 @@ class WholeUpdater:
         if kept:
             kind = type(optimizer).__name__
             raise ShardedOpError(
-                f"{kind}.step: expected a step that keeps data about a parameter in state[param], because owner ranks update "
+                f"{kind}.step expected a step that keeps data about a parameter in state[param], because owner ranks update "
                 f"copies of whole parameters; found parameters in {kind}{kept}. Keep that in state[param]."
             )
 

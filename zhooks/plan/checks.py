@@ -1,6 +1,6 @@
 """What cannot be attached is refused: by one rank for itself, or by all because they differ.
 
-``request.py`` asks before ranks meet, ``plan.py`` compares over them.  Every refusal names subject, expected, found and what
+``request.py`` asks before ranks meet, ``plan.py`` compares over them.  Every refusal says what failed, expected, found and what
 to do.  It never changes a model.
 """
 
@@ -46,10 +46,10 @@ def check_arguments(optimizer: object, mesh: object, init: object, sync: object)
     ):
         if value is not None and not fits:
             raise AttachError(
-                f"attach: expected {expected} or None as {name}, found {_kind(value)}. Pass one, or leave it out."
+                f"attach expected {expected} or None as {name}, found {_kind(value)}. Pass one, or leave it out."
             )
     if not isinstance(sync, bool):
-        raise AttachError(f"attach: expected True or False as sync, found {_kind(sync)}. Leave it out if in doubt.")
+        raise AttachError(f"attach expected True or False as sync, found {_kind(sync)}. Leave it out if in doubt.")
 
 
 def check_holds(optimizers: Sequence[object], model: nn.Module, verb: str) -> None:
@@ -62,12 +62,12 @@ def check_holds(optimizers: Sequence[object], model: nn.Module, verb: str) -> No
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
             raise CheckpointError(
-                f"{verb}: expected a torch.optim.Optimizer, several of them, or () for none, found {_kind(each)}. Pass the "
+                f"{verb} expected a torch.optim.Optimizer, several of them, or () for none, found {_kind(each)}. Pass the "
                 "optimizer itself."
             )
         if params and not holds(each, params):
             raise CheckpointError(
-                f"{verb}: expected an optimizer of the model's parameters, found {type(each).__name__} with none of them. Pass "
+                f"{verb} expected an optimizer of the model's parameters, found {type(each).__name__} with none of them. Pass "
                 "the one that was built from model.parameters()."
             )
 
@@ -86,7 +86,7 @@ def check_module(model: object) -> None:
         AttachError: it is something else.
     """
     if not isinstance(model, nn.Module):
-        raise AttachError(f"attach: expected a torch.nn.Module, found {type(model).__name__}. Pass the model itself.")
+        raise AttachError(f"attach expected a torch.nn.Module, found {type(model).__name__}. Pass the model itself.")
 
 
 def check_ignored(model: nn.Module, ignored: Ignored, policy: Policy) -> None:
@@ -101,20 +101,20 @@ def check_ignored(model: nn.Module, ignored: Ignored, policy: Policy) -> None:
     if bare:
         subject, other = ("attach", "") if bare[0] in ignored.unnamed else ("[units] ignore", ", or take it out of ignore")
         raise AttachError(
-            f"{subject}: expected {bare[0]} to have memory, found it on meta: attach does not initialise parameters "
+            f"{subject} expected {bare[0]} to have memory, found it on meta: attach does not initialise parameters "
             f"that it leaves as they are. Give it memory and values before attach{other}."
         )
     left = ignored.identities()
     for name, module in ignored.named_modules(model):
         if is_meta(module) and any(id(param) in left for param in module._parameters.values()):
             raise AttachError(
-                f"[units] ignore: expected module {name or '(root)'} to be on meta or ignored, found parameters of both kinds: "
+                f"[units] ignore needs module {name or '(root)'} to be on meta or ignored, found parameters of both kinds: "
                 "initialising the module would overwrite the ignored ones. Give the module memory before attach."
             )
     trained = [name for name, param in ignored.params.items() if param.requires_grad]
     if policy.precision.loss_scale is not None and trained:
         raise AttachError(
-            f"[precision] loss_scale: expected no trainable parameters in [units] ignore, found {_some(trained)}: their "
+            f"[precision] loss_scale needs no trainable parameters in [units] ignore, found {_some(trained)}: their "
             "gradients would be scaled, and never unscaled. Unset loss_scale and scale with torch.amp.GradScaler."
         )
 
@@ -135,14 +135,14 @@ def check_model(model: nn.Module, ignored: Ignored) -> torch.device:
         if any(isinstance(hook, Before) for hook in module._forward_pre_hooks.values()):
             where = f"its module {name}" if name else "it"
             raise AttachError(
-                f"attach: expected a plain model, found {where} attached already. To change its policy, call "
+                f"attach expected a plain model, found {where} attached already. To change its policy, call "
                 "apply() on that attachment; otherwise call detach() first."
             )
         around = wrapper(module)
         if around is not None:
             where = f"its module {name}" if name else "it"
             raise AttachError(
-                f"attach: expected a plain model, found {where} wrapped in {around}, which would reduce the same gradients. "
+                f"attach expected a plain model, found {where} wrapped in {around}, which would reduce the same gradients. "
                 f"{_unwrapped(name, around)}"
             )
     params = dict(ignored.named_parameters(model))
@@ -151,7 +151,7 @@ def check_model(model: nn.Module, ignored: Ignored) -> torch.device:
         found = "that [units] ignore names all of them" if ignored.params else "none"
         found = "only frozen tensor subclasses, which stay as they are" if ignored.unnamed else found
         raise AttachError(
-            f"attach: expected {type(model).__name__} to have parameters, found {found}. There is nothing to partition."
+            f"attach expected {type(model).__name__} to have parameters, found {found}. There is nothing to partition."
         )
     with loose_references(model):
         for name, param in params.items():
@@ -159,7 +159,7 @@ def check_model(model: nn.Module, ignored: Ignored) -> torch.device:
     devices = sorted({str(param.device) for param in params.values()})
     if len(devices) > 1:
         raise AttachError(
-            f"attach: expected all parameters on one device, found {', '.join(devices)}. Call model.to({devices[0]!r}) first."
+            f"attach expected all parameters on one device, found {', '.join(devices)}. Call model.to({devices[0]!r}) first."
         )
     first = next(iter(params.values()))
     if first.device.type != "meta":
@@ -173,29 +173,41 @@ def check_model(model: nn.Module, ignored: Ignored) -> torch.device:
 def _check_parameter(name: str, param: nn.Parameter, model: nn.Module) -> None:
     if torch.nn.parameter.is_lazy(param):
         raise AttachError(
-            f"parameter {name}: expected a shape, found a lazy parameter. Run one forward on a small batch before attach."
+            f"Cannot attach parameter {name}. Expected a shape, found a lazy parameter. Run one forward on a small batch "
+            "before attach."
         )
     if isinstance(param, ShardedTensor):
-        raise AttachError(f"parameter {name}: expected a plain parameter, found one of another attachment. Detach that first.")
+        raise AttachError(
+            f"Cannot attach parameter {name}. Expected a plain parameter, found one of another attachment. Detach that first."
+        )
     if type(param) is not nn.Parameter and not is_divided(param):
         raise AttachError(
-            f"parameter {name}: expected torch.nn.Parameter, found {type(param).__module__}.{type(param).__qualname__}. "
-            "Convert tensor subclasses to plain parameters before attach; a quantised one stays as it is where it is frozen "
-            "(requires_grad_(False)) and has __tensor_flatten__ or memory of its own."
+            f"Cannot attach parameter {name}. Expected torch.nn.Parameter, found "
+            f"{type(param).__module__}.{type(param).__qualname__}. Convert tensor subclasses to plain parameters before "
+            "attach; a quantised one stays as it is where it is frozen (requires_grad_(False)) and has __tensor_flatten__ or "
+            "memory of its own."
         )
     if param.layout is not torch.strided:
-        raise AttachError(f"parameter {name}: expected a dense tensor, found layout {param.layout}. Call .to_dense().")
+        raise AttachError(
+            f"Cannot attach parameter {name}. Expected a dense tensor, found layout {param.layout}. Call .to_dense()."
+        )
     if not param.is_leaf:
-        raise AttachError(f"parameter {name}: expected a leaf, found the result of {param.grad_fn}. Use a plain parameter.")
+        raise AttachError(
+            f"Cannot attach parameter {name}. Expected a leaf, found the result of {param.grad_fn}. Use a plain parameter."
+        )
     if param.grad is not None and param.grad.layout is not torch.strided:
-        raise AttachError(f"parameter {name}.grad: expected a dense gradient, found {param.grad.layout}. Set sparse=False.")
+        raise AttachError(
+            f"Cannot attach parameter {name}. Expected a dense gradient, found {param.grad.layout}. Set sparse=False."
+        )
     # One reference is the module's object; a second may be the accumulation node of a graph that is gone.
     if param._use_count() > 2:  # type: ignore[attr-defined]
-        raise AttachError(f"parameter {name}: expected nothing else to refer to its memory, found {_holder(param, model)}")
+        raise AttachError(
+            f"Cannot attach parameter {name}. Expected nothing else to refer to its memory, found {_holder(param, model)}"
+        )
     if weakref.getweakrefcount(param):
         raise AttachError(
-            f"parameter {name}: expected no weak references to it, found {weakref.getweakrefcount(param)}. Delete what holds "
-            "them (a WeakTensorKeyDictionary, another wrapper) before attach."
+            f"Cannot attach parameter {name}. Expected no weak references to it, found {weakref.getweakrefcount(param)}. "
+            "Delete what holds them (a WeakTensorKeyDictionary, another wrapper) before attach."
         )
 
 
@@ -214,7 +226,7 @@ def _check_shown(model: nn.Module) -> None:
         others = [each for each in leaves if isinstance(each, Tensor) and each.requires_grad and id(each) not in known]
         if others:
             raise AttachError(
-                f"attach: expected {name or 'the model'} to register every parameter, found that parameters() of "
+                f"attach expected {name or 'the model'} to register every parameter, found that parameters() of "
                 f"{kind.__name__} returns {counted(len(others), 'trainable tensor')} that no module has, the first of shape "
                 f"{tuple(others[0].shape)}: each rank would train its own. Assign it to an attribute of a module as an "
                 "nn.Parameter, and keep modules in an nn.ModuleList."
@@ -262,20 +274,21 @@ def check_division(model: nn.Module, tp: Axis, ignored: Ignored) -> None:
         if mesh.ndim != 1 or ranks != tp.ranks:
             axes = "" if mesh.mesh_dim_names is None else f" (axes {', '.join(mesh.mesh_dim_names)})"
             raise AttachError(
-                f"{name}: expected a DTensor over the tp axis of the mesh given to attach, ranks {list(tp.ranks)}, found one "
+                f"Cannot attach {name}. Expected a DTensor over the tp axis of the mesh given to attach, ranks "
+                f"{list(tp.ranks)}, found one "
                 f"over ranks {list(ranks)}{axes}, placed {placed}. Build one mesh with a dp and a tp axis, give "
                 'parallelize_module mesh["tp"] and attach the whole mesh; fully_shard is not needed, attach partitions over dp.'
             )
         if not (placed[0].is_replicate() or type(placed[0]) is _shard()):
             raise AttachError(
-                f"{name}: expected a DTensor placed Shard(dim) or Replicate() over tp, found {placed[0]}. Call "
+                f"Cannot attach {name}. Expected a DTensor placed Shard(dim) or Replicate() over tp, found {placed[0]}. Call "
                 "redistribute() to one of these before attach."
             )
         if placed[0].is_shard() and tensor.shape[placed[0].dim] % tp.world:
             raise AttachError(
-                f"{name}: expected dim {placed[0].dim} of {tuple(tensor.shape)} to divide evenly over {tp.world} tp ranks, "
-                f"found {tensor.shape[placed[0].dim]} elements. Pad it to a multiple of {tp.world}, or leave the module out of "
-                "the plan."
+                f"Cannot attach {name}. Expected dim {placed[0].dim} of {tuple(tensor.shape)} to divide evenly over {tp.world} "
+                f"tp ranks, found {tensor.shape[placed[0].dim]} elements. Pad it to a multiple of {tp.world}, or leave the "
+                "module out of the plan."
             )
 
 
@@ -299,13 +312,13 @@ def check_embeddings(model: nn.Module, ignored: Ignored, axes: Mesh) -> None:
             continue
         if module.sparse:
             raise AttachError(
-                f"module {name}: expected dense gradients, found sparse=True. Build it with sparse=False: its gradient is "
-                "reduced as part of a flat buffer."
+                f"Cannot attach module {name}. Expected dense gradients, found sparse=True. Build it with sparse=False: its "
+                "gradient is reduced as part of a flat buffer."
             )
         if module.max_norm is not None and ranks > 1:
             raise AttachError(
-                f"module {name}: expected no max_norm on {ranks} ranks, found {module.max_norm}: its forward writes to only "
-                "the rows of this rank's batch. Set max_norm = None; after each step, under no_grad, `with "
+                f"Cannot attach module {name}. Expected no max_norm on {ranks} ranks, found {module.max_norm}: its forward "
+                "writes to only the rows of this rank's batch. Set max_norm = None; after each step, under no_grad, `with "
                 "attachment.gathered(weight, write=True) as (rows,): rows.renorm_(2, 0, most)`."
             )
 
@@ -315,12 +328,12 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, i
     params = ignored.parameters(model)
     if optimizer is not None and not holds(optimizer, params):
         raise AttachError(
-            f"attach: expected {type(optimizer).__name__} to hold parameters of {type(model).__name__}, found none "
+            f"attach expected {type(optimizer).__name__} to hold parameters of {type(model).__name__}, found none "
             "of them. Build it from model.parameters()."
         )
     problem = partitions(optimizer)
     if problem:
-        raise AttachError(f"attach: {problem}")
+        raise AttachError(problem)
 
     def others() -> list[str]:
         ours = None if optimizer is None else optimizer.state
@@ -333,7 +346,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, i
     # One that nobody refers to any more may only wait for the collector.
     if others() and gc.collect() >= 0 and (names := others()):
         raise AttachError(
-            f"attach: expected an optimizer without state, found {names[0]} with state for this model. Pass it: "
+            f"attach expected an optimizer without state, found {names[0]} with state for this model. Pass it: "
             "attach(model, optimizer); or, if a new one replaces it, delete it and its schedulers before attach."
         )
 
@@ -375,7 +388,7 @@ def check_same_model(groups: Sequence[Group], ignored: Ignored, world: Transport
         differ = [fact for fact, same in zip(facts, (least == most).tolist(), strict=True) if not same]
         found = "; ".join(on_each_rank(fact) for fact in differ[:_NAMED])
         found += f"; and {counted(len(differ) - _NAMED, 'more parameter')}" if len(differ) > _NAMED else ""
-    raise AttachError(f"attach: expected the same model and policy on every rank, found {found}. Build the same on all ranks.")
+    raise AttachError(f"attach expected the same model and policy on every rank, found {found}. Build the same on all ranks.")
 
 
 def check_ranks_equal(model: nn.Module, comm: Comm, ignored: Ignored) -> None:
@@ -399,7 +412,7 @@ def _check_equal(ranks: Transport, named: Sequence[tuple[str, Tensor]]) -> None:
     if differ:
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         raise AttachError(
-            f"attach(sync=False): expected equal values on every rank, found that {', '.join(differ[:3])}{more} differ (rank "
+            f"attach(sync=False) expected equal values on every rank, found that {', '.join(differ[:3])}{more} differ (rank "
             f"{ranks.axis.ranks[ranks.axis.rank]} among them). Use sync=True, or the same seed on every rank."
         )
 
@@ -420,6 +433,6 @@ def check_scaled(model: nn.Module, policy: Policy, ignored: Ignored) -> None:
     half = [name for name, param in ignored.named_parameters(model) if param.dtype is torch.float16 and param.requires_grad]
     if policy.precision.loss_scale is not None and half:
         raise AttachError(
-            f"[precision] loss_scale: expected fp32 parameters, found {_some(half)} in fp16. Build the "
+            f"[precision] loss_scale needs fp32 parameters, found {_some(half)} in fp16. Build the "
             'model in fp32 and set [precision] param = "fp16".'
         )

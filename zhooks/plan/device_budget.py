@@ -219,7 +219,7 @@ def _headroom(
     # What an optimizer that nobody has met keeps comes on top.
     at_least = "" if found and all(foreseen for _, foreseen in found.values()) else "at least "
     raise BudgetError(
-        f"[budget] device: expected memory for what is stored there and the units in flight, {what}, found "
+        f"[budget] device is too small. Expected memory for what is stored there and the units in flight, {what}, found "
         f"{as_size(limit)}. Raise it to {at_least}{as_enough(floor + states)}, {tier}{_less(policy)}.{after}"
     )
 

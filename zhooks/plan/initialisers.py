@@ -26,7 +26,7 @@ def check_initialisers(model: nn.Module, init: Callable[[nn.Module], None] | Non
     missing = [name or type(module).__name__ for name, module in meta if initialiser_of(model, module) is None]
     if missing:
         raise AttachError(
-            "attach: expected every module of a meta model to have reset_parameters, or the root _init_weights; found none for "
+            "attach expected every module of a meta model to have reset_parameters, or the root _init_weights; found none for "
             f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}. Pass init=function(module)."
         )
 

@@ -120,8 +120,8 @@ class Layouts:
         split = list(_split(kinds, self.bound))
         if len(split) > FLATS:
             raise AttachError(
-                f"unit {group.name}: expected at most {FLATS} flat buffers, found more: its parameters are split at "
-                f"{as_size(self.bound.nbytes)}. Raise [comm] buffer, or make smaller units ([units] names)."
+                f"Unit {group.name} is too large. Expected at most {FLATS} flat buffers, found more: its parameters are split "
+                f"at {as_size(self.bound.nbytes)}. Raise [comm] buffer, or make smaller units ([units] names)."
             )
         flats = [self._flat(group.name, number, place, kind, members) for place, (kind, members) in enumerate(split)]
         return UnitPlan(group, number, tuple(flats))
@@ -156,7 +156,7 @@ def _split(kinds: Mapping[Kind, Sequence[Member]], bound: Bound) -> Iterator[tup
     for kind, members in kinds.items():
         if not bound.admits(kind, 1):
             raise PolicyError(
-                f"[comm] buffer: expected to hold one aligned row over {bound.ranks * bound.replicas} ranks, "
+                f"[comm] buffer needs to hold one aligned row over {bound.ranks * bound.replicas} ranks, "
                 f"{bound.row(kind) * kind.wide} B for parameters such as {members[0][0]}, found {bound.nbytes} B. Raise it."
             )
         flat: list[Member] = []

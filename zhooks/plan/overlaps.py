@@ -54,7 +54,7 @@ def check_own_memory(model: nn.Module, ignored: Ignored) -> None:
         for other in reaches:
             if (one.written or other.written) and _meet(one, other):
                 raise AttachError(
-                    f"attach: expected {one.name} to have memory of its own, found that it shares memory with {other.name}, "
+                    f"attach expected {one.name} to have memory of its own, found that it shares memory with {other.name}, "
                     "which is another tensor: each would be copied, and a step would no longer reach both. Tie them as one "
                     "object (b.weight = a.weight), or give one of them a copy (param.data = param.data.clone())."
                 )

@@ -125,7 +125,7 @@ def _refusal(tier: Tier, limit: int, needed: Mapping[str, int], remedy: str, *, 
     """The error, with the sum of all that is needed; ``more``: which is not all that the tier will hold."""
     total, at_least = sum(needed.values()), "at least " if more else ""
     return BudgetError(
-        f"[budget] {tier.value}: expected memory for {in_all(needed, at_least)}, found {as_size(limit)}, "
+        f"[budget] {tier.value} is too small. Expected memory for {in_all(needed, at_least)}, found {as_size(limit)}, "
         f"{as_size(total - limit)} short. Raise it to {at_least}{as_enough(total)}, or {remedy}. Nothing has been updated: "
         "call attachment.apply(policy), then repeat the optimizer's step."
     )

@@ -134,7 +134,7 @@ def check_compute(policy: Policy, device: torch.device, units: Sequence[UnitPlan
             continue
         if Tier.DEVICE in (tiers.gradient, tiers.optimizer) or (tiers.parameter is Tier.DEVICE and not kind.apart):
             raise CapabilityError(
-                f'[optimizer] compute = "host": expected masters, gradient and states of {name} off the device, found '
+                f'[optimizer] compute = "host" needs masters, gradient and states of {name} off the device, found '
                 f"parameter {tiers.parameter.value}, gradient {tiers.gradient.value}, optimizer {tiers.optimizer.value}. Place "
                 'them on "host" or "disk" (the parameter may stay where [precision] param is 16 bit), or compute = "device".'
             )
@@ -149,7 +149,7 @@ def check_change(old: Policy, new: Policy, fixed: Sequence[str]) -> None:
     changed = [name for name in fixed if getattr(old, name) != getattr(new, name)]
     if changed:
         raise PolicyError(
-            f"apply: expected [{'], ['.join(changed)}] as at attach, found a change. Write it into the new policy as it was, "
+            f"apply expected [{'], ['.join(changed)}] as at attach, found a change. Write it into the new policy as it was, "
             "or detach() and attach again."
         )
 
@@ -169,7 +169,7 @@ def _check_limits(limits: Mapping[Tier, int | None], need: Need) -> None:
         total = sum(needed.values())
         if limit is not None and total > limit:
             raise BudgetError(
-                f"[budget] {tier.value}: expected memory for {in_all(needed)}, found {as_size(limit)}, "
+                f"[budget] {tier.value} is too small. Expected memory for {in_all(needed)}, found {as_size(limit)}, "
                 f"{as_size(total - limit)} short. Raise it to at least {as_enough(total)} (states of the optimizer come on top "
                 "if they are stored there too), or change the tier of [parameter] or [gradient] (of [optimizer] where "
                 f"[precision] param is 16 bit: its masters){f', or {SMALLER_UNITS}' if total > nbytes else ''}."

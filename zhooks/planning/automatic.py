@@ -125,7 +125,7 @@ class _Stages:
         self._pp, self._listed = comm.pp, listed
         if not same_text(comm.pp, _CALL, repr(listed)):
             raise AttachError(
-                'policy = "auto": expected the same candidates on every stage of the pipeline, found different ones. Use the '
+                'policy = "auto" needs the same candidates on every stage of the pipeline, found different ones. Use the '
                 'same '
                 "mesh and device for all stages, or write a policy for each."
             )
@@ -219,6 +219,6 @@ def _refusal(
         lines.append(f"{' and '.join(used)} ({best})")
     there = ", ".join(f"{tier.value} {as_size(getattr(limits, tier.value))}" for tier in tiers)
     return (
-        f'policy = "auto": expected a placement that fits {there} per rank, with {ACTIVATIONS:.0%} of the device left for '
+        f'policy = "auto" needs a placement that fits {there} per rank, with {ACTIVATIONS:.0%} of the device left for '
         f"activations, found none. The least needed is {'; or '.join(lines)}. Use more ranks or memory, or write a policy."
     )

@@ -172,7 +172,7 @@ class Calibration:
             ShardedOpError: the block is still open, or ended by an error.
         """
         if self._proposal is None:
-            raise ShardedOpError("calibrate: expected its block to have ended, found it open. Read the proposal after it.")
+            raise ShardedOpError("calibrate expected its block to have ended, found it open. Read the proposal after it.")
         return self._proposal
 
     def end(self, proposal: Proposal) -> None:
@@ -218,7 +218,7 @@ def calibrating(subject: Subject, prefer: Base, loss_scale: float | None) -> Ite
     backwards = meter.backwards // ranks.axis.world
     if not backwards:
         raise ShardedOpError(
-            "calibrate: expected a backward inside its block, found none. Run a few ordinary training steps inside."
+            "calibrate expected a backward inside its block, found none. Run a few ordinary training steps inside."
         )
     calibration.end(propose(meter.ranges(), prefer, loss_scale, backwards))
 
@@ -264,19 +264,19 @@ def _check(subject: Subject, prefer: str, loss_scale: float | None) -> None:
     scaled = isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool) and 0 < loss_scale < float("inf")
     if not isinstance(prefer, str) or prefer not in ("bf16", "fp16") or not (loss_scale is None or scaled):
         raise ShardedOpError(
-            f'calibrate: expected prefer "bf16" or "fp16" and a positive loss_scale or None, found {shown(prefer)} and '
+            f'calibrate expected prefer "bf16" or "fp16" and a positive loss_scale or None, found {shown(prefer)} and '
             f"{shown(loss_scale)}. Name one of the two, and leave the scale out if in doubt."
         )
     if subject.policy.optimizer.overlap or subject.reducer.measured:
         found = "[optimizer] overlap = true" if subject.policy.optimizer.overlap else "another calibration that is open"
         raise ShardedOpError(
-            f"calibrate: expected gradients that stay until the step, and one calibration at a time, found {found}. apply() a "
+            f"calibrate expected gradients that stay until the step, and one calibration at a time, found {found}. apply() a "
             "policy without overlap, or end the other block first."
         )
     for flat in [flat for unit in subject.units for flat in unit.flats if flat.kind.compute.is_floating_point]:
         if flat.kind.compute is not torch.float32:
             found = str(flat.kind.compute).removeprefix("torch.")
             raise ShardedOpError(
-                f"calibrate: expected every unit to compute in fp32, found {found} in {flat.name}: what rounding has lost "
+                f"calibrate expected every unit to compute in fp32, found {found} in {flat.name}: what rounding has lost "
                 "cannot be measured. Attach without [precision] param, calibrate, then apply the proposed policy."
             )

@@ -54,7 +54,7 @@ def gradient_norms(units: Sequence[Unit], comm: Comm) -> GradNorms:
         raise problem
     if exchanged[-1]:
         raise ShardedOpError(
-            f"grad_norms: expected gradients that every rank can read, found {counted(int(exchanged[-1]), 'rank')} "
+            f"grad_norms expected gradients that every rank can read, found {counted(int(exchanged[-1]), 'rank')} "
             "without. Their own errors say why."
         )
     summed = exchanged[:-1]
@@ -91,7 +91,7 @@ def _of_flat(flat: Flat, comm: Comm) -> Tensor:
             continue
         if not isinstance(grad, ShardedTensor):
             raise ShardedOpError(
-                f"grad_norms: expected {spec.name}.grad as backward has made it, found a plain tensor in its place. Change "
+                f"grad_norms expected {spec.name}.grad as backward has made it, found a plain tensor in its place. Change "
                 "gradients in place, or set grad to None."
             )
         total += square(grad._local, flat.group.buffer_nbytes).to(total.device)

@@ -50,7 +50,7 @@ class GradStatistics:
         self._check_attached("grad_norms")
         if self.policy.optimizer.overlap:
             raise ShardedOpError(
-                "grad_norms: expected gradients that stay until the step, found [optimizer] overlap = true, which updates in "
+                "grad_norms expected gradients that stay until the step, found [optimizer] overlap = true, which updates in "
                 "backward and drops them. apply() a policy without overlap."
             )
         self._runtime.due()
@@ -89,25 +89,25 @@ class GradStatistics:
         share = isinstance(decay, (int, float)) and not isinstance(decay, bool) and 0 < decay <= 1
         if not whole or not share:
             raise ShardedOpError(
-                f"noise_scale: expected a batch_size of at least 1 and a decay above 0 and at most 1, found "
+                f"noise_scale expected a batch_size of at least 1 and a decay above 0 and at most 1, found "
                 f"{shown(batch_size)} and {shown(decay)}. Pass the number of samples in one rank's backward pass."
             )
         if self._comm.tp.axis.world > 1 or self._comm.pp.axis.world > 1:
             raise CapabilityError(
-                "noise_scale: expected ranks that all compute gradients of the whole model, found a mesh with tp or pp. "
+                "noise_scale expected ranks that all compute gradients of the whole model, found a mesh with tp or pp. "
                 "Measure on a mesh of only data ranks."
             )
         if self.policy.optimizer.overlap and self._comm.world.axis.world == 1:
             raise CapabilityError(
-                "noise_scale: expected several ranks, or several backward passes per step, found one rank and [optimizer] "
+                "noise_scale expected several ranks, or several backward passes per step, found one rank and [optimizer] "
                 "overlap = true, which allows one pass. Set overlap = false."
             )
         if self._runtime.reducer.replicas.jobs:
             raise CapabilityError(
-                "noise_scale: expected a mean over the ranks of the mesh, found one over replicas that are separate jobs. "
+                "noise_scale expected a mean over the ranks of the mesh, found one over replicas that are separate jobs. "
                 "Measure without them."
             )
         if self._runtime.reducer.probe is not None:
             raise ShardedOpError(
-                "noise_scale: expected one measurement at a time, found another handle that is open. Close that one first."
+                "noise_scale expected one measurement at a time, found another handle that is open. Close that one first."
             )

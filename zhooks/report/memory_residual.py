@@ -128,7 +128,7 @@ def notes(residual: Residual) -> Iterator[str]:
         yield "activations at their peak are those of the first step; those of every step are counted from now on"
     layers = residual.layers()
     if layers is None:
-        yield "no estimate of activations: expected units that repeat with an input [batch, seq, hidden], found none"
+        yield "no estimate of activations, because no units repeat with an input [batch, seq, hidden]"
         return
     yield f"estimate of activations (ZeRO paper): {layers.words}"
     if layers.partition == "tp" and layers.tp > 1 and layers.input_nbytes < residual.least_nbytes:

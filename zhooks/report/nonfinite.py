@@ -179,7 +179,7 @@ class NonFinite:
         mine = {"rank": self._comm.stage.axis.ranks[ranks.rank], "update": self._update(), **self._origin}
         said = [json.loads(raw) for raw in ranks.collect(json.dumps(mine).encode())]
         words: str = ranks.share(_story(said, outcome, self._runtime.reducer.replicas.jobs) if said else "")
-        return f"{name}.step in step {self._steps.number}: {words}"
+        return f"{name}.step in step {self._steps.number} {words}"
 
     def _update(self) -> str:
         """The first parameter of this rank's ranges that is not finite already."""

@@ -266,6 +266,6 @@ def check_resilience(policy: Policy, names: Sequence[str]) -> None:
     key = "check_every" if chosen.check_every is not None else "nonfinite" if chosen.nonfinite != "ignore" else ""
     if key and apart:
         raise AttachError(
-            f"[resilience] {key}: expected a mesh whose ranks all train one model together, found the axis "
+            f"[resilience] {key} needs a mesh whose ranks all train one model together, found the axis "
             f"{apart[0]}, whose other ranks would wait for those that have raised. Leave it unset."
         )

@@ -58,7 +58,7 @@ class Given:
             if made._version != version:
                 own = self._own[id(made)][1]
                 raise PolicyError(
-                    f'[precision] cast_inputs = "unit": expected {self._module} to only read its inputs, found a tensor of '
+                    f'[precision] cast_inputs = "unit" needs {self._module} to only read its inputs, found a tensor of '
                     'shape '
                     f"{list(own.shape)} that it changed in place, passed in {_short(own)} and cast to {_short(made)}: only the "
                     f"cast copy has changed. Create that tensor in {_short(made)}, or return the changed one."

@@ -97,7 +97,7 @@ class Before(Hook):
         self._given.append(None)
         if torch.jit.is_tracing():
             raise ShardedOpError(
-                f"torch.jit.trace of {self.where or 'the model'}: expected a plain model, found an attached one, whose "
+                f"Cannot trace {self.where or 'the model'}. Expected a plain model, found an attached one, whose "
                 "gathered values a trace would keep as constants. Call attachment.detach(), trace the model, attach again."
             )
         runtime, where = self._runtime, self._scope.name

@@ -150,6 +150,6 @@ def _check(name: str, module: nn.Module, ruled: _Ruled) -> None:
         return
     said = ", ".join(f"{ruled.names[one]} in {str(ruled.inside[one]).removeprefix('torch.')}" for one in mixed)
     raise AttachError(
-        f"[[rule]]: expected all parameters of {name or 'the model'} ({type(module).__name__}) to compute in one dtype, found "
+        f"[[rule]] needs all parameters of {name or 'the model'} ({type(module).__name__}) to compute in one dtype, found "
         f'{said}. Let match cover all of them, e.g. "{name}.*".'
     )

@@ -42,7 +42,7 @@ def batches(loader: Iterable[Batch], world: Transport, idle: Callable[[bool], No
             if any(without):
                 empty = ", ".join(str(rank) for rank, none in zip(axis.ranks, without, strict=True) if none)
                 raise DivergenceError(
-                    f"join: expected at least one batch on every rank, found none on rank {empty}. Divide the data so that "
+                    f"join expected at least one batch on every rank, found none on rank {empty}. Divide the data so that "
                     "every rank has one."
                 )
             last = found or last

@@ -142,7 +142,7 @@ def _module_registered(parent: nn.Module, name: str, child: nn.Module | None) ->
     around = wrapper(parent)
     if around is not None and child is not None and any(_whose(module) is not None for module in tree.modules(child)):
         raise AttachError(
-            f"{around}: expected a plain model, found an attached one, whose gradients attach reduces already: {around} would "
+            f"{around} expected a plain model, found an attached one, whose gradients attach reduces already: {around} would "
             f"see none of them. Train the attached model without {around} (in Lightning, Accelerate or Ray: without their "
             "wrapping of the model), or detach() it first."
         )
@@ -172,17 +172,17 @@ def wrapper(module: nn.Module) -> str | None:
 def _unfrozen(left: Mapping[str, FrozenSubclass]) -> AttachError:
     name, one = next((name, one) for name, one in left.items() if one.param.requires_grad)
     return AttachError(
-        f"parameter {name}: expected it to stay frozen, found requires_grad = True: attach left it as it is ({one.kind} cannot "
-        "be sharded), and each rank would train its own. Call requires_grad_(False); or detach(), make it a plain parameter, "
-        "and attach again."
+        f"Parameter {name} was unfrozen. Expected it to stay frozen, found requires_grad = True: attach left it as it is "
+        f"({one.kind} cannot be sharded), and each rank would train its own. Call requires_grad_(False); or detach(), make it "
+        "a plain parameter, and attach again."
     )
 
 
 def _stranger(found: list[tuple[str, nn.Parameter]]) -> AttachError:
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return AttachError(
-        f"parameter {found[0][0]}{more}: expected the parameters that were attached, found one that was added since (by an "
-        "adapter, a new module, an assignment, a forward): each rank would train its own, and no checkpoint would hold it. "
-        "Call detach(), add it, attach again; or set its requires_grad to False. A parameter that the first forward makes "
-        "needs one forward before attach."
+        f"Parameter {found[0][0]}{more} is not attached. Expected the parameters that were attached, found one that was added "
+        "since (by an adapter, a new module, an assignment, a forward): each rank would train its own, and no checkpoint "
+        "would hold it. Call detach(), add it, attach again; or set its requires_grad to False. A parameter that the first "
+        "forward makes needs one forward before attach."
     )

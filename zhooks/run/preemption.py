@@ -36,12 +36,12 @@ def checked_signals(signals: Any) -> tuple[signal.Signals, ...]:
     wrong = [one for one in given if isinstance(one, bool) or one not in known]
     if wrong or not given:
         raise AttachError(
-            f"catch_preemption: expected signals that a process can handle, such as signal.SIGTERM, found "
+            f"catch_preemption expected signals that a process can handle, such as signal.SIGTERM, found "
             f"{', '.join(map(repr, wrong)) or 'none'}. Pass those that the scheduler sends."
         )
     if threading.current_thread() is not threading.main_thread():
         raise AttachError(
-            "catch_preemption: expected the main thread, as only it can handle signals in Python, found "
+            "catch_preemption expected the main thread, as only it can handle signals in Python, found "
             f"{threading.current_thread().name}. Call it there, before the loop."
         )
     return tuple(dict.fromkeys(signal.Signals(one) for one in given))
@@ -76,7 +76,7 @@ class Preemption:
         if self._received and not self._everywhere:
             self._received = False
             warn_user(
-                "detach: expected the loop to read attachment.preempted after a signal that catch_preemption catches, found "
+                "detach expected the loop to read attachment.preempted after a signal that catch_preemption catches, found "
                 "that it has not, so this process does not stop. Read it once more before detach().",
                 RuntimeWarning,
                 this_rank=True,

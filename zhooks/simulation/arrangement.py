@@ -39,23 +39,23 @@ class Arrangement:
         if mesh is None:
             return cls(world, ())
         if not isinstance(mesh, Mapping) or not mesh or not all(map(is_count, mesh.values())):
-            raise SimulationError(f"simulate: expected a mesh as sizes of axes, such as {{'shard': {world}}}, found {mesh!r}.")
+            raise SimulationError(f"simulate expected a mesh as sizes of axes, such as {{'shard': {world}}}, found {mesh!r}.")
         try:
             names = axis_names([str(name) for name in mesh])
         except AttachError as error:
             raise SimulationError(
-                f"simulate: expected a mesh of axes {accepted_names(EP)}, each axis at most once, in any order, found "
+                f"simulate expected a mesh of axes {accepted_names(EP)}, each axis at most once, in any order, found "
                 f"{dict(mesh)}."
             ) from error
         if EP in mesh:
             raise SimulationError(
-                "simulate: expected a mesh without 'ep', because the experts of other ranks are different models with "
+                "simulate expected a mesh without 'ep', because the experts of other ranks are different models with "
                 "different tokens; found one. Simulate the experts of one rank as a separate model, over the ranks that "
                 "share it."
             )
         if math.prod(mesh.values()) != world:
             raise SimulationError(
-                f"simulate: expected a mesh of axes 'replicate', 'shard', 'tp' and 'pp' over {world} ranks, found {dict(mesh)} "
+                f"simulate expected a mesh of axes 'replicate', 'shard', 'tp' and 'pp' over {world} ranks, found {dict(mesh)} "
                 f"over {math.prod(mesh.values())}."
             )
         assert len(names) == len(mesh)
@@ -122,7 +122,7 @@ def built(build: Callable[..., Any], arrangement: Arrangement, mesh: DeviceMesh 
         kinds = f"({', '.join(type(each).__name__ for each in given)})" if isinstance(found, tuple) else type(found).__name__
         more = " (or a list of the models of this rank's stages)" if staged else ""
         raise SimulationError(
-            f"simulate: expected that build returns a model{more}, or a model and its optimizer, found {kinds}."
+            f"simulate expected that build returns a model{more}, or a model and its optimizer, found {kinds}."
         )
     for model in models:
         _move(model)

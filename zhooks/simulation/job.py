@@ -59,7 +59,7 @@ class Job:
         given = [named[name].default for name in _BATCH]
         if not all(isinstance(each, int) and each > 0 for each in given):
             raise SimulationError(
-                "find_policy: expected defaults of at least 1 for the step's micro_batch and accumulation, the number of "
+                "find_policy expected defaults of at least 1 for the step's micro_batch and accumulation, the number of "
                 f"samples of a step, found {given[0]!r} and {given[1]!r}. Write step(model, optimizer, *, micro_batch=8, "
                 "accumulation=1)."
             )
@@ -87,14 +87,14 @@ class Job:
             return (None,)
         if isinstance(allowed, str) or not allowed or not {*allowed} <= {*_DTYPES}:
             names = ", ".join(_DTYPES)
-            raise SimulationError(f"find_policy: expected precision as a list of some of {names}, found {allowed!r}.")
+            raise SimulationError(f"find_policy expected precision as a list of some of {names}, found {allowed!r}.")
         listed = [dtype for dtype in _DTYPES if dtype in allowed]
         listed.sort(key=list(allowed).index)
         peak = self.hardware.peak
         here = [dtype for dtype in listed if getattr(peak, dtype)]
         if not here:
             raise SimulationError(
-                f"find_policy: expected a precision that {self.hardware.name} computes in, found {', '.join(listed)}, for "
+                f"find_policy expected a precision that {self.hardware.name} computes in, found {', '.join(listed)}, for "
                 "which its profile has no peak. Allow another one."
             )
         self.notes += [f"{dtype}: {self.hardware.name} has no peak for it" for dtype in listed if dtype not in here]
@@ -108,7 +108,7 @@ class Job:
         mesh = inspect.signature(self.build).parameters.get("mesh")
         if mesh is not None and mesh.default is inspect.Parameter.empty:
             raise SimulationError(
-                "find_policy: expected a default for the build's parameter mesh, which is passed only if the mesh has a tp "
+                "find_policy expected a default for the build's parameter mesh, which is passed only if the mesh has a tp "
                 "axis, found none. Write build(mesh=None)."
             )
         whole = self._built(1, base)

@@ -123,7 +123,7 @@ def find_policy(
     """
     profile, base = Hardware.of(hardware), Policy.of(policy)
     if keep < 1 or most < 1 or world < 1:
-        raise SimulationError(f"find_policy: expected keep, most and world of at least 1, found {keep}, {most} and {world}.")
+        raise SimulationError(f"find_policy expected keep, most and world of at least 1, found {keep}, {most} and {world}.")
     if host is not None and host > profile.host.memory:
         profile = profile.replaced(host={"memory": host})
     limits = _limits(profile, world, device, host, disk)
@@ -310,7 +310,7 @@ def _limits(profile: Hardware, world: int, device: int | None, host: int | None,
     for name, (asked, most) in there.items():
         if asked is not None and not 0 <= asked <= most:
             raise SimulationError(
-                f"find_policy: expected {name} from 0 to the {as_size(most)} that {profile.name} has, found "
+                f"find_policy expected {name} from 0 to the {as_size(most)} that {profile.name} has, found "
                 f"{as_size(asked) if asked >= 0 else asked}. Ask for less, or describe other hardware: zprof hardware show "
                 f"{profile.name} > other.toml, change it there, and name that file."
             )

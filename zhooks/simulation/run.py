@@ -206,14 +206,14 @@ def simulate(
     """
     if not isinstance(allocator, str | None):
         raise PolicyError(
-            "simulate: expected allocator to be a string as in PYTORCH_ALLOC_CONF (\"\" is torch's default), or None, found "
+            "simulate expected allocator to be a string as in PYTORCH_ALLOC_CONF (\"\" is torch's default), or None, found "
             f'{allocator!r}. Write allocator="expandable_segments:True", or leave it out.'
         )
     settings = None if allocator is None else parse_settings(allocator)
     profile = Hardware.of(hardware)
     if not is_count(steps) or not is_count(world):
         raise SimulationError(
-            f"simulate: expected at least one step of one rank, found steps = {steps!r} and world = {world!r}."
+            f"simulate expected at least one step of one rank, found steps = {steps!r} and world = {world!r}."
         )
     _check_default_device()
     arrangement = Arrangement.of(mesh, world)
@@ -222,7 +222,7 @@ def simulate(
     if arrangement.stages > 1:
         if pace is not None:
             raise SimulationError(
-                "simulate: expected no slow ranks on a mesh with pp, because their stage decides who waits; found some. Leave "
+                "simulate expected no slow ranks on a mesh with pp, because their stage decides who waits; found some. Leave "
                 "slow out, or the pp axis."
             )
         return pipeline(job, profile, run_rank)
@@ -350,7 +350,7 @@ def _result(
 
 def _nothing_ran(number: int, steps: int) -> SimulationError:
     return SimulationError(
-        f"simulate: expected that each call of step trains on tensors of device \"virtual\", found that call {number} of "
+        f"simulate expected that each call of step trains on tensors of device \"virtual\", found that call {number} of "
         f"{steps} ran nothing on the device. Run forward, backward and optimizer.step() in every call; an exhausted iterator "
         "of batches ends a loop silently."
     )
@@ -373,6 +373,6 @@ def _check_default_device() -> None:
     found = torch.get_default_device()
     if found.type != "cpu":
         raise SimulationError(
-            f'simulate: expected the CPU as torch\'s default device, found "{found}". Call it outside of torch.device(...), or '
+            f'simulate expected the CPU as torch\'s default device, found "{found}". Call it outside of torch.device(...), or '
             'after torch.set_default_device(None); the step makes its inputs with device="virtual".'
         )

@@ -63,18 +63,18 @@ def slowest(given: Slowdown | Iterable[Slowdown], world: int) -> Pace | None:
     every = [given] if isinstance(given, Slowdown) else list(given) if isinstance(given, Iterable) else [given]
     for one in every:
         if not isinstance(one, Slowdown):
-            raise SimulationError(f"slow: expected a Slowdown, or several of them, found {one!r}.")
+            raise SimulationError(f"slow expected a Slowdown, or several of them, found {one!r}.")
         for name in ("compute", "link", "network"):
             factor = getattr(one, name)
             if not isinstance(factor, int | float) or not 1.0 <= factor < math.inf:
                 raise SimulationError(
-                    f"slow: expected {name} to be a factor of at least 1.0, by which it takes longer, found {factor!r}. For "
+                    f"slow expected {name} to be a factor of at least 1.0, by which it takes longer, found {factor!r}. For "
                     "faster devices, use another hardware profile."
                 )
         ranks: object = one.ranks
         if not isinstance(ranks, Collection) or not ranks or not all(isinstance(at, int) and 0 <= at < world for at in ranks):
             shown = list(ranks) if isinstance(ranks, range) else ranks
-            raise SimulationError(f"slow: expected ranks as numbers from 0 to {world - 1}, found {shown}.")
+            raise SimulationError(f"slow expected ranks as numbers from 0 to {world - 1}, found {shown}.")
     every = [one for one in every if max(one.compute, one.link, one.network) > 1.0]
     if not every:
         return None

@@ -153,7 +153,7 @@ def written_by(spec: ParamShard, fqn: str) -> list[Chunk]:
     """
     if spec.group.spans(PP):
         raise ShardedOpError(
-            f"torch.distributed.checkpoint.save of {fqn} ({spec.name}): expected ranks that share one model, found several "
+            f"torch.distributed.checkpoint.save of {fqn} ({spec.name}) expected ranks that share one model, found several "
             "pipeline stages or groups of experts, which may use one name for different parameters, so that one would "
             "overwrite the other. Call attachment.save(folder) on every rank."
         )
@@ -164,7 +164,7 @@ def written_by(spec: ParamShard, fqn: str) -> list[Chunk]:
     hugging = sys.modules.get("torch.distributed.checkpoint.hf_storage")
     if hugging is not None and isinstance(under_way["storage_writer"], hugging.HuggingFaceStorageWriter):
         raise ShardedOpError(
-            f"torch.distributed.checkpoint.save of {fqn} ({spec.name}): expected a storage that takes several chunks of a "
+            f"torch.distributed.checkpoint.save of {fqn} ({spec.name}) expected a storage that takes several chunks of a "
             "tensor from one rank, found HuggingFaceStorageWriter, which would keep one of them. Save without it, or call "
             "attachment.save_full(file) on every rank."
         )
@@ -192,7 +192,7 @@ def _together(under_way: dict[str, Any]) -> bool:
 
 def _by_itself(what: str, why: str) -> ShardedOpError:
     return ShardedOpError(
-        f"torch.distributed.checkpoint.save of {what}: expected all ranks to save together, because {why}, found only this "
+        f"torch.distributed.checkpoint.save of {what} expected all ranks to save together, because {why}, found only this "
         "rank (no_dist=True, use_collectives=False or a process group of one). Leave that out, or call "
         "attachment.save(folder) on every rank."
     )
@@ -213,8 +213,8 @@ def chunk_at(chunks: Iterable[Chunk], index: Any, name: str) -> Chunk:
         if index.offset is None or one.offsets == tuple(index.offset):
             return one
     raise ShardedOpError(
-        f"chunk of {index.fqn} ({name}) at {tuple(index.offset)}: expected one that this rank has, found none: the layout of "
-        "the model has changed since torch planned. Save or load between steps."
+        f"Cannot read chunk of {index.fqn} ({name}) at {tuple(index.offset)}. Expected one that this rank has, found none: the "
+        "layout of the model has changed since torch planned. Save or load between steps."
     )
 
 
@@ -278,7 +278,9 @@ class ChunkTensor(torch.Tensor):
             args[0]._write(args[1].plain() if isinstance(args[1], ChunkTensor) else args[1])
             return args[0]
         if any(isinstance(value, ChunkTensor) for value in written_values(func, args, kwargs)):
-            raise ShardedOpError(f"{func}: expected copy_() into a chunk of a sharded tensor. Compute elsewhere, then copy.")
+            raise ShardedOpError(
+                f"{func} cannot write into a chunk of a sharded tensor. Expected copy_(). Compute elsewhere, then copy."
+            )
         plain_args, plain_kwargs = tree_map_only(ChunkTensor, ChunkTensor.plain, (args, kwargs))
         return func(*plain_args, **plain_kwargs)
 

@@ -311,16 +311,16 @@ def _matching(value: RangeTensor, lead: RangeTensor) -> Any:
         return NotImplemented
     if value.shape != lead.shape:
         raise ShardedOpError(
-            f"element-wise operation on {lead._spec.name} {tuple(lead.shape)} and {value._spec.name} "
-            f"{tuple(value.shape)}: expected sharded tensors of the same shape, found two shapes. Use full_tensor() on both."
+            f"Cannot compute an element-wise operation on {lead._spec.name} {tuple(lead.shape)} and {value._spec.name} "
+            f"{tuple(value.shape)}. Expected sharded tensors of the same shape, found two shapes. Use full_tensor() on both."
         )
     if value._bound:
         return lead._spec.take(whole_of(value._bound.view(value._spec.index).detach()))
     if readable_whole(value):
         return lead._spec.take(value.full_tensor())
     raise ShardedOpError(
-        f"{lead._spec.name} and {value._spec.name}: expected the same range of elements on this rank, found different "
-        "ones. Load at the world size that saved it, or use full values (attachment.state_dict())."
+        f"{lead._spec.name} and {value._spec.name} do not match. Expected the same range of elements on this rank, found "
+        "different ones. Load at the world size that saved it, or use full values (attachment.state_dict())."
     )
 
 
@@ -360,8 +360,8 @@ def _into_outs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: l
         out = kwargs[name]
         if value.shape != out.shape:
             raise ShardedOpError(
-                f"{func._schema.name.split('::')[1]} into {out._spec.name}: expected a result of shape {tuple(out.shape)}, "
-                f"found {tuple(value.shape)}. Compute it separately, then copy_() it."
+                f"Cannot write {func._schema.name.split('::')[1]} into {out._spec.name}. Expected a result of shape "
+                f"{tuple(out.shape)}, found {tuple(value.shape)}. Compute it separately, then copy_() it."
             )
     for name, value in beside.items():
         kwargs[name].copy_(value)
@@ -443,7 +443,7 @@ def readable_whole(tensor: RangeTensor) -> bool:
 
 def _copied_out(tensor: RangeTensor) -> ShardedOpError:
     return ShardedOpError(
-        f"copy_ of the sharded tensor of {tensor._spec.name} {tuple(tensor.shape)} into a plain tensor: expected the whole "
+        f"Cannot copy the sharded tensor of {tensor._spec.name} {tuple(tensor.shape)} into a plain tensor. Expected the whole "
         "value, found a gradient or an optimizer state, of which this rank has a range. Copy its full_tensor(), on every rank. "
         "torch.distributed.checkpoint.async_save of torch 2.8 copies states like this and needs a newer torch; until then use "
         "torch.distributed.checkpoint.save, or attachment.save(folder, optimizer, wait=False)."
@@ -467,8 +467,8 @@ def refuse(func: Any, tensor: RangeTensor, *, writes: bool = False) -> Any:
             "tensor[index] = value."
         )
     raise ShardedOpError(
-        f"{name} on the sharded tensor of {spec.name} {tuple(tensor.shape)}: expected an element-wise operation or a total, "
-        f"because a rank has a range of it; found one that needs whole rows or matrices. {advice}"
+        f"Cannot compute {name} on the sharded tensor of {spec.name} {tuple(tensor.shape)}. Expected an element-wise operation "
+        f"or a total, because a rank has a range of it; found one that needs whole rows or matrices. {advice}"
     )
 
 
@@ -486,8 +486,9 @@ def _check_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     if shape is None or into not in (None, shape):
         shapes = ", ".join(str(tuple(value.shape)) for value in tensors)
         raise ShardedOpError(
-            f"{func._schema.name.split('::')[1]} with a gradient or a state of {found._spec.name} {tuple(found.shape)}: "
-            f"expected tensors of one shape, found {shapes}. Check states that were loaded or made for another parameter."
+            f"Cannot compute {func._schema.name.split('::')[1]} with a gradient or a state of {found._spec.name} "
+            f"{tuple(found.shape)}. Expected tensors of one shape, found {shapes}. Check states that were loaded or made for "
+            "another parameter."
         )
 
 
@@ -544,8 +545,8 @@ _OF_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__repr__, Te
 
 def _written_to_a_copy(name: str) -> ShardedOpError:
     return ShardedOpError(
-        f"{name} on a gathered value: expected reading, found a write that would be lost. Write to the parameter itself, or "
-        "use `with attachment.gathered(parameter, write=True):`."
+        f"{name} writes to a gathered value. Expected reading, found a write that would be lost. Write to the parameter "
+        "itself, or use `with attachment.gathered(parameter, write=True):`."
     )
 
 

@@ -206,8 +206,9 @@ def _requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     elif tensor.requires_grad and sys._getframe(2).f_globals.get("__name__") != torch.utils.checkpoint.__name__:
         # Of a reentrant checkpoint's input, the node that stands for the parameter takes the gradient, as it should.
         raise ShardedOpError(
-            f"requires_grad of a detached {tensor._spec.name}: expected an independent tensor, found an alias of the attached "
-            "parameter, which would get its gradients. Use full_tensor().requires_grad_(), or the parameter itself."
+            f"Cannot set requires_grad of a detached {tensor._spec.name}. Expected an independent tensor, found an alias of "
+            "the attached parameter, which would get its gradients. Use full_tensor().requires_grad_(), or the parameter "
+            "itself."
         )
     return out
 
@@ -215,9 +216,9 @@ def _requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 def swapped(name: str) -> ShardedOpError:
     """The refusal of ``torch.utils.swap_tensors``: the sharded values would stay where they are."""
     return ShardedOpError(
-        f"swap_tensors of parameter {name}: expected a plain parameter, found an attached one, whose model would go on with "
-        "the old values. To change values, use parameter.copy_(value) under torch.no_grad(); to change dtype or device "
-        "(model.double(), model.to()), call attachment.detach(), change the model, attach again. With "
+        f"Cannot use swap_tensors on parameter {name}. Expected a plain parameter, found an attached one, whose model would go "
+        "on with the old values. To change values, use parameter.copy_(value) under torch.no_grad(); to change dtype or "
+        "device (model.double(), model.to()), call attachment.detach(), change the model, attach again. With "
         "torch.__future__.set_swap_module_params_on_conversion(True) every conversion swaps, also one that changes nothing."
     )
 
@@ -248,8 +249,9 @@ def _about(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     caller = sys._getframe(2).f_globals.get("__name__", "")
     if caller.startswith("torch.distributed.fsdp") and isinstance(args[0], RangeTensor) and args[0]._bound:
         raise AttachError(
-            f"parameter {args[0]._spec.name}: expected fully_shard or FullyShardedDataParallel to get a plain model, found "
-            "an attached one, which is partitioned already. Train the attached model as it is, or detach() it first."
+            f"Parameter {args[0]._spec.name} is attached already. Expected fully_shard or FullyShardedDataParallel to get a "
+            "plain model, found an attached one, which is partitioned already. Train the attached model as it is, or detach() "
+            "it first."
         )
     return _plain(func, args, kwargs)
 
@@ -268,12 +270,13 @@ def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return None
     if not isinstance(tensor, RangeTensor):
         raise ShardedOpError(
-            "data: expected a plain tensor, found a sharded one. Use full_tensor() for the whole value, or to_local()."
+            "Cannot set .data. Expected a plain tensor, found a sharded one. Use full_tensor() for the whole value, or "
+            "to_local()."
         )
     same = isinstance(value, Tensor) and value.shape == tensor.shape and value.dtype == tensor.dtype
     if not same or value.device != tensor.device:
         raise ShardedOpError(
-            f"{tensor._spec.name}.data: expected a tensor of shape {tuple(tensor.shape)}, {tensor.dtype} on "
+            f"Cannot set {tensor._spec.name}.data. Expected a tensor of shape {tuple(tensor.shape)}, {tensor.dtype} on "
             f"{tensor.device}, found "
             f"{tuple(value.shape)}, {value.dtype} on {value.device}. Call attachment.detach(), change the model, attach again."
         )
@@ -316,8 +319,8 @@ def _over_range(tensor: RangeTensor, index: Any, value: Any) -> bool:
 def _refused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = next(value for value in args if isinstance(value, RangeTensor))
     raise ShardedOpError(
-        f"{getattr(func, '__name__', func)} of {tensor._spec.name}: expected the whole tensor, found one rank's range. Use "
-        "full_tensor(), or read it inside `with attachment.gathered(parameter):`."
+        f"Cannot compute {getattr(func, '__name__', func)} of {tensor._spec.name}. Expected the whole tensor, found one rank's "
+        "range. Use full_tensor(), or read it inside `with attachment.gathered(parameter):`."
     )
 
 
@@ -345,7 +348,7 @@ def _format(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _stored(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise range_alone("storage of", args[0])
+    raise range_alone("use the storage of", args[0])
 
 
 #: Function -> its handler; that of any other is ``with_values``.

@@ -151,9 +151,9 @@ class ShardGroup:
     def _check(self, transport: Transport, name: str) -> None:
         if transport.closed:
             raise ShardedOpError(
-                f"tensor of {name}: expected an attached model, found that it was detached, so that its ranks no longer "
-                "exchange values. Call full_tensor() and read norms (norm.item()) before detach(), or use the plain model; "
-                "to_local() still returns this rank's range."
+                f"Cannot gather the tensor of {name}. Expected an attached model, found that it was detached, so that its "
+                "ranks no longer exchange values. Call full_tensor() and read norms (norm.item()) before detach(), or use the "
+                "plain model; to_local() still returns this rank's range."
             )
 
     def ranks(self) -> tuple[int, ...]:

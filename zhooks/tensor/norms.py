@@ -135,9 +135,10 @@ class _Uncombined:
         most, least = both.chunk(2)
         if not torch.equal(most.nan_to_num(), (-least).nan_to_num()):
             raise ShardedOpError(
-                "norm over gradients of attached and other parameters: expected the others to be the same on every rank, found "
-                f"norms of {_few(mine)} here and up to {_few(most)} elsewhere: what is not attached ([units] ignore) is not "
-                "reduced. Reduce them before you clip (torch.distributed.all_reduce), or clip them separately."
+                "Cannot compute the norm over gradients of attached and other parameters. Expected the others to be the same "
+                f"on every rank, found norms of {_few(mine)} here and up to {_few(most)} elsewhere: what is not attached "
+                "([units] ignore) is not reduced. Reduce them before you clip (torch.distributed.all_reduce), or clip them "
+                "separately."
             )
 
 

@@ -287,8 +287,9 @@ class RangeTensor(torch.Tensor):
         self._spec.group.all_reduce(both, "max", (SHARD, TP))
         if both[0] != -both[1]:
             raise ShardedOpError(
-                f"an expression of {self._spec.name}: expected the same numbers on every rank, because each has a range of the "
-                f"result; found different ones. Read the parameter first: {self._spec.name}.full_tensor(), then compute."
+                f"Cannot compute an expression of {self._spec.name}. Expected the same numbers on every rank, because each has "
+                f"a range of the result; found different ones. Read the parameter first: {self._spec.name}.full_tensor(), then "
+                "compute."
             )
 
     def as_real(self) -> RangeTensor:
@@ -358,7 +359,7 @@ class RangeTensor(torch.Tensor):
         spec = self._spec
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if spec.group.sharded or (spec.place is not None and spec.place[2] > 1):
-                raise range_alone("pickling", self)
+                raise range_alone("pickle", self)
             plain = self._local.detach().as_strided(spec.part_shape, spec.part_stride).clone()
             whole = nn.Parameter(plain, False) if isinstance(self, nn.Parameter) else plain
         return whole.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
@@ -372,7 +373,7 @@ def refuse_gradients(tensor: RangeTensor) -> None:
 
     def refuse(grad: Tensor) -> None:
         raise ShardedOpError(
-            f"backward: expected gradients of the attached model's own parameters, found that of a copy of {name}, which "
+            f"backward expected gradients of the attached model's own parameters, found that of a copy of {name}, which "
             "is still sharded and whose gradient is not reduced. Call requires_grad_(False) on a copy that does not train; "
             "use full_tensor() for this rank's own value, or copy the model before attach and attach both."
         )
@@ -395,9 +396,9 @@ def range_alone(what: str, tensor: RangeTensor) -> ShardedOpError:
         through = f"{through}, save_pretrained"
         folder = "attachment.save_pretrained(folder) for the folder that from_pretrained reads, "
     return ShardedOpError(
-        f"{what} {spec.name} ({through}, or a checkpoint of Lightning, Accelerate or Trainer): expected the whole tensor, "
-        f"found {found}. Call, on every rank, attachment.save(folder) to resume, {folder}attachment.save_full(file) for only "
-        "the weights, or attachment.state_dict(optimizer), whole on rank 0."
+        f"Cannot {what} {spec.name} ({through}, or a checkpoint of Lightning, Accelerate or Trainer). Expected the whole "
+        f"tensor, found {found}. Call, on every rank, attachment.save(folder) to resume, {folder}attachment.save_full(file) "
+        "for only the weights, or attachment.state_dict(optimizer), whole on rank 0."
     )
 
 

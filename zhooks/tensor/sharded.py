@@ -131,8 +131,8 @@ class HeldGradient(ShardedTensor):
                 grad = _GRAD.__get__(self._param)
             if self._sums.drops(index) != self._drops or not isinstance(grad, ShardedTensor):
                 raise ShardedOpError(
-                    f"{name}.grad: expected the gradient that was read inside no_sync, found that it was cleared or set since. "
-                    f"Clone it before, or read {name}.grad again."
+                    f"Cannot use {name}.grad. Expected the gradient that was read inside no_sync, found that it was cleared or "
+                    f"set since. Clone it before, or read {name}.grad again."
                 )
             self._reduced = grad._at
         return self._reduced

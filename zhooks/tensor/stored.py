@@ -103,8 +103,8 @@ class StoredTensor(torch.Tensor):
     ) -> Any:
         if func in _OF_MEMORY:
             raise ShardedOpError(
-                f"{func.__name__} of an optimizer state of shape {list(args[0].shape)}: expected memory, found a state that "
-                f"is on the {args[0]._block.tier.value} tier between steps. Take a clone() of it first."
+                f"Cannot compute {func.__name__} of an optimizer state of shape {list(args[0].shape)}. Expected memory, found "
+                f"a state that is on the {args[0]._block.tier.value} tier between steps. Take a clone() of it first."
             )
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OF_VALUES:
@@ -133,7 +133,7 @@ class StoredTensor(torch.Tensor):
                 continue
             stored, values, used = opened[id(written)]
             if used.shape != values.shape:
-                raise ShardedOpError(f"{func}: expected a state's own shape {list(values.shape)}, found {list(used.shape)}")
+                raise ShardedOpError(f"{func} expected a state's own shape {list(values.shape)}, found {list(used.shape)}")
             if used is not values:
                 values.copy_(used)
             stored._block.touch()

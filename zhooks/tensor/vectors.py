@@ -53,9 +53,9 @@ class VectorShard(ParamShard):
             found = _not_together(part, first)
             if found:
                 raise ShardedOpError(
-                    f"{self.name}: expected parameters that the same ranks share, because the optimizer uses them as one "
-                    f"vector (as LBFGS does); found {part.name} {found}. Pass it to another optimizer, or train without that "
-                    "axis."
+                    f"{self.name} cannot be one vector. Expected parameters that the same ranks share, because the optimizer "
+                    f"uses them as one vector (as LBFGS does); found {part.name} {found}. Pass it to another optimizer, or "
+                    "train without that axis."
                 )
         self.group, self.index, self.device, self.dtype = first.group, first.index, first.device, first.dtype
         starts = accumulate((part.numel for part in parts[:-1]), initial=0)
@@ -136,9 +136,10 @@ class Vectors:
         vector = next((one for one in tensors if isinstance(one, self.vector)), None)
         if plain is not None and vector is not None:
             raise ShardedOpError(
-                f"cat of {vector._spec.name} and others: expected only gradients or states of attached parameters, because the "
-                f"optimizer uses them as one vector (as LBFGS does); found a plain tensor of shape {tuple(plain.shape)}. Use a "
-                "separate optimizer for parameters that are not attached, or are in [units] ignore."
+                f"Cannot concatenate {vector._spec.name} and others. Expected only gradients or states of attached parameters, "
+                "because the optimizer uses them as one vector (as LBFGS does); found a plain tensor of shape "
+                f"{tuple(plain.shape)}. Use a separate optimizer for parameters that are not attached, or are in [units] "
+                "ignore."
             )
         if kwargs or not all(_derived(one) and one.dim() == 1 for one in tensors):
             return whole(func, args, kwargs)

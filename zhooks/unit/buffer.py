@@ -262,8 +262,8 @@ class StoreBuffer(Buffer):
         self._reclaim()
         if self._dropped is not None:
             raise ShardedOpError(
-                f"{self.master.key}: expected the layout of its forward, found that apply() was called, or parameters were "
-                "frozen or unfrozen, before its backward. Run the forward again."
+                f"Cannot run {self.master.key} backward. Expected the layout of its forward, found that apply() was called, or "
+                "parameters were frozen or unfrozen, before its backward. Run the forward again."
             )
         if self._copied != self.master.version:
             for copy in self._blocks[1:]:

@@ -307,8 +307,8 @@ class Flat:
         """Full tensors, one a parameter: nodes of the graph where grad is enabled and the parameters train."""
         if self.full is None:
             raise ShardedOpError(
-                f"tensor of {self.name}: expected an attached model to gather it, found one that was detached. Use the plain "
-                "model; to_local() still returns this rank's range."
+                f"Cannot gather the tensor of {self.name}. Expected an attached model to gather it, found one that was "
+                "detached. Use the plain model; to_local() still returns this rank's range."
             )
         if self.kind.trainable and torch.is_grad_enabled() and self.node is not None:
             return self.views.graph(self.full, self._begin_node)

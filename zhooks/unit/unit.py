@@ -114,12 +114,14 @@ class Unit:
             if found is not flat.params[slot.index]:
                 if self.lent:
                     raise AttachError(
-                        f"unit {self.name}: expected no forward inside gathered(), found one. Use `with "
+                        f"Unit {self.name} ran inside gathered(). Expected no forward inside gathered(), found one. Use `with "
                         "attachment.resident():`."
                     )
                 self.hide()
                 name = flat.specs[slot.index].name
-                raise AttachError(f"parameter {name}: expected the parameter that was attached, found {_in_place(found)}")
+                raise AttachError(
+                    f"Parameter {name} was replaced. Expected the parameter that was attached, found {_in_place(found)}"
+                )
             slot.table[slot.key] = values[slot.flat][slot.index]
         self._shown = [(view, mark_of(view)) for group in values for view in group]
         if torch.is_grad_enabled() not in self._compared:
@@ -166,8 +168,9 @@ def _words_of(flat: Flat) -> Iterator[tuple[str, Tensor]]:
 
 def _lost(name: str) -> ShardedOpError:
     return ShardedOpError(
-        f"parameter {name}: expected its forward to read it, found a write that would be lost. Write outside the "
-        "forward under no_grad (weight.clamp_(...)), or use `with attachment.gathered(parameter, write=True):`."
+        f"Parameter {name} is written in its own forward. Expected its forward to read it, found a write that would be lost. "
+        "Write outside the forward under no_grad (weight.clamp_(...)), or use `with attachment.gathered(parameter, "
+        "write=True):`."
     )
 
 

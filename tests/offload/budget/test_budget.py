@@ -264,7 +264,7 @@ def test_available_memory_bounds_where_nothing_else_does(paper: Paper) -> None:
     assert paper.free() == 32 * GIB
     preflight({HOST: 32 * GIB}, machine=paper.machine)
     assert paper.refusal({HOST: 33 * GIB}) == (
-        "preflight: expected host memory for 33 GiB per rank (host 33 GiB); available memory (MemAvailable) leaves 32 GiB, "
+        "preflight expected host memory for 33 GiB per rank (host 33 GiB); available memory (MemAvailable) leaves 32 GiB, "
         '1 GiB short; end other processes or add memory, or lower [budget], or set tier = "disk" with a [disk] path on a disk'
     )
 
@@ -274,7 +274,7 @@ def test_a_cgroup_bounds_by_what_it_has_left(paper: Paper) -> None:
     assert paper.free() == 6 * GIB, "page cache among the use is given up before anybody is killed"
     preflight({HOST: 6 * GIB}, machine=paper.machine)
     assert paper.refusal({HOST: 6 * GIB + MIB}).startswith(
-        "preflight: expected host memory for 6 GiB per rank (host 6 GiB); "
+        "preflight expected host memory for 6 GiB per rank (host 6 GiB); "
         "cgroup /sys/fs/cgroup/job/step (limit 8 GiB, 2 GiB in use) leaves 6 GiB, 1 MiB short; raise the container's"
     )
 
@@ -442,7 +442,7 @@ def test_a_device_with_memory_of_its_own_is_bound_by_it_alone(paper: Paper) -> N
     with pytest.raises(BudgetError) as raised:
         preflight({DEVICE: 11 * GIB}, device=device, machine=paper.machine)
     assert str(raised.value) == (
-        "preflight: expected device memory for 11 GiB per rank; device cuda:0 (16 GiB in all) leaves 10 GiB, 1 GiB short; "
+        "preflight expected device memory for 11 GiB per rank; device cuda:0 (16 GiB in all) leaves 10 GiB, 1 GiB short; "
         'end other processes on it, or lower [budget] device, or set tier = "host"'
     )
     device.close()
@@ -466,7 +466,7 @@ def test_free_disk_bounds_a_folder_that_is_not_there_yet(tmp_path: Path) -> None
         preflight({DISK: 1 << 60}, folder=folder, ranks=Ranks(2, 1))
     said = str(raised.value)
     assert said.startswith(
-        f"preflight: expected disk for {as_size(1 << 60)} per rank, {as_size(1 << 61)} for 2 ranks; free space in {folder}"
+        f"preflight expected disk for {as_size(1 << 60)} per rank, {as_size(1 << 61)} for 2 ranks; free space in {folder}"
     )
     assert said.endswith("short; free some space, or point [disk] path at a larger disk, or lower [budget] disk")
     assert not folder.exists(), "a refusal, like a question, leaves nothing behind"
@@ -474,7 +474,7 @@ def test_free_disk_bounds_a_folder_that_is_not_there_yet(tmp_path: Path) -> None
 
 def test_this_machine_refuses_what_no_machine_has() -> None:
     preflight({DEVICE: 1 * MIB, HOST: 1 * MIB})
-    with pytest.raises(BudgetError, match=r"^preflight: expected host memory for 1048576 TiB"):
+    with pytest.raises(BudgetError, match=r"^preflight expected host memory for 1048576 TiB"):
         preflight({HOST: 1 << 60})
 
 
@@ -484,7 +484,7 @@ def test_nothing_needed_is_never_refused_even_where_nothing_is_left(paper: Paper
     for need in ({}, dict.fromkeys(Tier, 0)):
         preflight(need, device=full, ranks=Ranks(2, 2), pinned=True, machine=paper.machine)
     for tier, name in ((HOST, "host memory"), (DEVICE, "device memory")):
-        with pytest.raises(BudgetError, match=f"^preflight: expected {name} for 1 B per rank.* leaves 0 B"):
+        with pytest.raises(BudgetError, match=f"^preflight expected {name} for 1 B per rank.* leaves 0 B"):
             preflight({tier: 1}, device=full, machine=paper.machine)
 
 

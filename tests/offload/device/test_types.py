@@ -51,7 +51,7 @@ def test_a_type_without_streams_copies_synchronously(module: SimpleNamespace) ->
 
 def test_a_device_that_does_not_say_how_much_memory_it_has_is_refused_in_one_line(module: SimpleNamespace) -> None:
     device = open_device(MAIA)
-    with pytest.raises(CapabilityError, match=r"device maia:1: expected torch to say how much memory it has") as caught:
+    with pytest.raises(CapabilityError, match=r"Cannot use maia:1. Expected torch to say how much memory it has") as caught:
         device.memory()
     assert "\n" not in str(caught.value) and used_of(MAIA) == (0, 0)
     module.recommended_max_memory, module.driver_allocated_memory = (lambda: 9), (lambda: 4)
@@ -147,6 +147,6 @@ def test_a_pinned_allocator_that_refuses_is_said_in_the_hosts_words(monkeypatch:
     monkeypatch.setattr(under, "_pinned", refused)
     monkeypatch.setattr(under, "_pinned_by_torch", lambda: True)
     device = StreamDevice(torch.device("cpu"), Paper())
-    with pytest.raises(CapabilityError, match=r"lock memory for block: .* page-lock .*\(out of pinned memory\): expected"):
+    with pytest.raises(CapabilityError, match=r"lock memory for block: .* page-lock .*\(out of pinned memory\). Expected"):
         HostPool(device, slab_nbytes=ALIGN).take(1, "block")
     device.close()

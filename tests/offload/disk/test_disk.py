@@ -150,7 +150,7 @@ WRONG = [torch.zeros(4), torch.zeros(2, 2, dtype=torch.uint8), torch.zeros(8, dt
 
 @pytest.mark.parametrize("wrong", WRONG, ids=["floats", "matrix", "strided"])
 def test_only_plain_bytes_are_moved(disk: DiskFile, wrong: Tensor) -> None:
-    with pytest.raises(AssertionError, match="expected contiguous bytes on the CPU"):
+    with pytest.raises(AssertionError, match="Expected contiguous bytes on the CPU"):
         disk.write(disk.allocate(4, "b"), wrong)
 
 
@@ -335,9 +335,9 @@ def test_a_file_system_without_direct_io_is_used_and_said_once(tmp_path: Path) -
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(PolicyError, match=r"\[disk\] path: .*expected a folder this process may write, found a file"):
+        with pytest.raises(PolicyError, match=r"as \[disk\] path. Expected a folder this process may write, found a file"):
             DiskFile(folder)
-    with pytest.raises(PolicyError, match=r"\[disk\] path: /proc/zhooks: expected a folder"):
+    with pytest.raises(PolicyError, match=r"Cannot use /proc/zhooks as \[disk\] path. Expected a folder"):
         DiskFile(Path("/proc/zhooks"))
 
 

@@ -155,7 +155,7 @@ def test_a_forked_child_neither_uses_nor_removes_its_parents_file(tmp_path: Path
             try:
                 use()
             except TierError as error:
-                refused += "expected process" in str(error)
+                refused += "Expected process" in str(error)
         disk.close()
         disk._discard()
         own = DiskFile(tmp_path)

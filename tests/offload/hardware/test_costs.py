@@ -199,7 +199,7 @@ def test_amounts_that_cannot_be_are_refused(amount: float) -> None:
 def test_ranks_and_devices_that_cannot_be_are_refused() -> None:
     with pytest.raises(HardwareError, match="expected ranks from 0, found -1"):
         plain().group([-1, 0])
-    with pytest.raises(HardwareError, match="devices: expected a number from 1, found 0"):
+    with pytest.raises(HardwareError, match="devices expected a number from 1, found 0"):
         plain().step(1.0, 1.0, 0)
 
 

@@ -111,7 +111,7 @@ def test_latency_that_hides_the_rate_is_still_a_profile() -> None:
 
 @pytest.mark.parametrize("sample", [Sample("h2h", 0.0, 5), Sample("h2h", float("nan"), 5), Sample("lunch", 1.0)])
 def test_what_is_no_measurement_is_refused(sample: Sample) -> None:
-    with pytest.raises(HardwareError, match="fit: expected a time above 0 of one of dispatch"):
+    with pytest.raises(HardwareError, match="fit expected a time above 0 of one of dispatch"):
         fit(threads(), [sample])
 
 

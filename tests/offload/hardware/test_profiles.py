@@ -68,7 +68,7 @@ def test_figures_are_those_of_their_sources() -> None:
 
 def test_a_name_that_is_none_gets_the_near_one() -> None:
     assert complaint("h1oo") == (
-        'hardware: expected one of a100-80, b200, h100, h200, rtx4090, v100-32, found "h1oo"; did you mean h100?'
+        'hardware must be one of a100-80, b200, h100, h200, rtx4090, v100-32, found "h1oo"; did you mean h100?'
     )
     assert complaint("tpu").endswith('found "tpu"; name one, or the path of a .toml file')
 
@@ -193,11 +193,11 @@ def test_missing_tables_and_unread_files_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [7, None, ["h100"], object()])
 def test_what_is_no_profile_at_all_is_refused(value: Any) -> None:
-    assert "expected one of a100-80" in complaint(value)
+    assert "must be one of a100-80" in complaint(value)
 
 
 def test_tables_of_other_kinds_are_refused_by_name() -> None:
-    assert complaint({1: 2}) == "hardware: expected names for keys, found int"
+    assert complaint({1: 2}) == "hardware needs names for keys, found int"
     assert "hardware: device: expected a table, found 5" in complaint({"device": 5})
     assert "hardware: name: expected a name, found 5" in complaint(Hardware.of("h100").values() | {"name": 5})
     assert "hardware: kind: expected" in complaint(Hardware.of("h100").values() | {"kind": "tpu"})

@@ -37,16 +37,16 @@ def crooked() -> Tensor:
 
 
 REFUSED: list[tuple[str, Callable[[], Tensor], str]] = [
-    ("master", lambda: torch.ones(8, dtype=torch.bfloat16), "adam master: expected float32, found bfloat16"),
-    ("exp_avg", lambda: torch.ones(8, dtype=torch.float64), "adam exp_avg: expected float32, found float64"),
-    ("grad", lambda: torch.ones(8, dtype=torch.int32), "adam grad: expected float32 or bfloat16 or float16, found int32"),
-    ("copy", lambda: torch.ones(8), "adam copy: expected bfloat16 or float16, found float32"),
-    ("grad", lambda: torch.ones(2, 4), r"adam grad: expected 1-D contiguous, found shape \[2, 4\]"),
-    ("grad", strided, r"adam grad: expected 1-D contiguous, found shape \[8\]"),
-    ("exp_avg_sq", lambda: torch.ones(7), "adam exp_avg_sq: expected 8 elements, found 7"),
-    ("grad", lambda: torch.ones(8, device="meta"), "adam grad: expected CPU memory, found meta"),
-    ("grad", lambda: torch.ones(8).to_sparse(), "adam grad: expected 1-D contiguous"),
-    ("grad", crooked, "adam grad: expected elements on multiples of their size"),
+    ("master", lambda: torch.ones(8, dtype=torch.bfloat16), "adam master expected float32, found bfloat16"),
+    ("exp_avg", lambda: torch.ones(8, dtype=torch.float64), "adam exp_avg expected float32, found float64"),
+    ("grad", lambda: torch.ones(8, dtype=torch.int32), "adam grad expected float32 or bfloat16 or float16, found int32"),
+    ("copy", lambda: torch.ones(8), "adam copy expected bfloat16 or float16, found float32"),
+    ("grad", lambda: torch.ones(2, 4), r"adam grad expected 1-D contiguous, found shape \[2, 4\]"),
+    ("grad", strided, r"adam grad expected 1-D contiguous, found shape \[8\]"),
+    ("exp_avg_sq", lambda: torch.ones(7), "adam exp_avg_sq expected 8 elements, found 7"),
+    ("grad", lambda: torch.ones(8, device="meta"), "adam grad expected CPU memory, found meta"),
+    ("grad", lambda: torch.ones(8).to_sparse(), "adam grad expected 1-D contiguous"),
+    ("grad", crooked, "adam grad expected elements on multiples of their size"),
 ]
 
 
@@ -60,7 +60,7 @@ def test_a_tensor_that_does_not_fit_is_named_and_nothing_is_written(name: str, w
 
 def test_tensors_that_share_memory_are_refused() -> None:
     given, shared = tensors(), torch.ones(12)
-    with pytest.raises(LayoutError, match="adam exp_avg: expected memory of its own, found it overlapping master"):
+    with pytest.raises(LayoutError, match="adam exp_avg needs memory of its own, found it overlapping master"):
         kernels.adam(HOW, **{**given, "master": shared[:8], "exp_avg": shared[4:]})
     half = torch.ones(8, dtype=torch.bfloat16)
     with pytest.raises(LayoutError, match="memory of its own"):

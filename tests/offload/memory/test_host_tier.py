@@ -345,7 +345,7 @@ def test_blocks_whose_sum_is_the_cap_fit_whatever_came_and_went_before(device: D
 
 def test_a_request_the_system_cannot_map_is_a_budget_error_and_changes_nothing(pool: HostPool) -> None:
     for nbytes in (1 << 50, 1 << 62):
-        with pytest.raises(BudgetError, match=r"cannot admit absurd: expected the system to map .* raise RLIMIT_AS"):
+        with pytest.raises(BudgetError, match=r"cannot admit absurd. Expected the system to map .* raise RLIMIT_AS"):
             pool.take(nbytes, "absurd")
     assert pool.used == pool.reserved == 0
     pool.take(PAGE, "possible")

@@ -291,7 +291,7 @@ def test_a_file_above_one_mebibyte_is_refused_unread(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [3, 1.5, True, b"policy.toml", ["stage", 3], object()])
 def test_what_is_neither_path_nor_mapping_nor_policy_is_refused(value: Any) -> None:
-    assert complaint(value).startswith("policy: expected a path, a mapping, a Policy or None, found ")
+    assert complaint(value).startswith("policy must be a path, a mapping, a Policy or None, found ")
 
 
 def test_mistakes_of_one_line_and_of_a_mapping_are_reported_in_the_order_they_were_written_in(write: Write) -> None:
@@ -307,7 +307,7 @@ def test_mistakes_of_one_line_and_of_a_mapping_are_reported_in_the_order_they_we
 
 def test_a_mapping_names_no_file_and_no_line() -> None:
     assert complaint({"stage": 4}) == "policy: stage: expected 0, 1, 2 or 3, found 4"
-    assert complaint({1: 2}) == "policy: expected names for keys, found int"
+    assert complaint({1: 2}) == "policy needs names for keys, found int"
     assert complaint({"units": {"min_numel": object()}}) == (
         "policy: [units] min_numel: expected an integer from 0 to 2**40, found a value of type object"
     )

@@ -184,11 +184,11 @@ def test_a_stream_whose_storage_is_longer_than_the_file_is_refused(tmp_path: Pat
     path = tmp_path / "a.pt"
     torch.save({"tensor": torch.ones(300)}, path, **STREAM)
     patched(path, b"M,\x01N", b"J\xff\xff\xff\x7fN")
-    with pytest.raises(CheckpointError, match=r"a\.pt: expected a file that torch.save wrote"):
+    with pytest.raises(CheckpointError, match=r"a\.pt. Expected a file that torch.save wrote"):
         TorchFile(path)
     torch.save({"tensor": torch.ones(300)}, path, **STREAM)
     patched(path, struct.pack("<q", 300), struct.pack("<q", 2**60))
-    with pytest.raises(CheckpointError, match=r"a\.pt: expected a file that torch.save wrote, found storage"):
+    with pytest.raises(CheckpointError, match=r"a\.pt. Expected a file that torch.save wrote, found storage"):
         TorchFile(path)
 
 
@@ -198,7 +198,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
     (tmp_path / "folder.pt").mkdir()
     for name in ("link.pt", "pipe.pt", "folder.pt", "missing.pt"):
-        with pytest.raises(CheckpointError, match=f"{name}: expected a file that torch.save wrote"):
+        with pytest.raises(CheckpointError, match=f"{name}. Expected a file that torch.save wrote"):
             TorchFile(tmp_path / name)
 
 

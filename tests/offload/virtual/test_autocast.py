@@ -78,7 +78,7 @@ def test_gradients_have_the_dtype_of_the_parameters() -> None:
 
 @on_virtual()
 def test_autocast_for_cuda_is_refused_with_its_line_for_it_would_do_nothing() -> None:
-    refused = r"torch.autocast at .*test_autocast.py:\d+: expected autocast for the device of the tensors"
+    refused = r"torch.autocast at .*test_autocast.py:\d+ expected autocast for the device of the tensors"
     with pytest.raises(SimulationError, match=refused), machine(), torch.autocast("cuda", dtype=torch.bfloat16):
         pass
     # As where there is CUDA: torch does not warn.

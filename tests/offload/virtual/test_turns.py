@@ -32,7 +32,7 @@ def test_each_program_runs_on_its_own_machine_until_it_waits() -> None:
     machines = both.run()
     assert done == ["first begins", "second", "first ends"]
     assert machines[0] is not machines[1]
-    with pytest.raises(SimulationError, match="expected to be used inside a simulation"):
+    with pytest.raises(SimulationError, match="needs to be used inside a simulation"):
         running()
 
 

@@ -524,7 +524,7 @@ def test_what_a_forward_changes_on_its_module_is_as_it_was_in_the_second_forward
 def test_a_forward_that_writes_a_tensor_of_its_module_in_place_is_refused() -> None:
     model = nn.Sequential(Writes(), Writes())
     attachment = zhooks.attach(model, policy=POLICY | {"units": {"classes": ["Writes"]}})
-    with pytest.raises(zhooks.ShardedOpError, match=r"unit 0.*wrote the tensor total of a module in place"):
+    with pytest.raises(zhooks.ShardedOpError, match=r"Unit 0.*wrote the tensor total of a module in place"):
         model(torch.ones(4, 8))
     attachment.detach()
     model(torch.ones(4, 8)).sum().backward()

@@ -235,15 +235,15 @@ def test_a_mesh_that_cannot_be_moved_to_is_refused_on_every_rank_before_anything
             reshard(two if rank else one)
         with unchanged(run, zhooks.AttachError, "the same on every rank, found axes = as they are on rank 0"):
             run.attachment.apply({"stage": 3}, mesh=two) if rank else run.attachment.apply({"stage": 3})
-        with unchanged(run, zhooks.AttachError, r"mesh: expected every rank of the process group .0 to 1., found ranks \[0\]"):
+        with unchanged(run, zhooks.AttachError, r"mesh needs every rank of the process group .0 to 1., found ranks \[0\]"):
             reshard(DeviceMesh("cpu", [0], mesh_dim_names=("shard",)))
-        with unchanged(run, zhooks.AttachError, "mesh: expected a DeviceMesh, found"):
+        with unchanged(run, zhooks.AttachError, "mesh must be a DeviceMesh, found"):
             run.attachment.apply(mesh="shard")  # type: ignore[arg-type]
-        with unchanged(run, zhooks.AttachError, r"expected ranks \[\d\] on its tp axis, .*found \[0, 1\]. To change tp, save"):
+        with unchanged(run, zhooks.AttachError, r"needs ranks \[\d\] on its tp axis, .*found \[0, 1\]. To change tp, save"):
             reshard(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")))
-        with unchanged(run, zhooks.AttachError, r"expected ranks \[\d\] on its pp or ep axis"):
+        with unchanged(run, zhooks.AttachError, r"needs ranks \[\d\] on its pp or ep axis"):
             reshard(init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp")))
-        with unchanged(run, zhooks.AttachError, r"expected ranks \[0, 1\] on its replicate and shard axes.*found \[1, 0\]"):
+        with unchanged(run, zhooks.AttachError, r"needs ranks \[0, 1\] on its replicate and shard axes.*found \[1, 0\]"):
             reshard(DeviceMesh("cpu", [[1], [0]], mesh_dim_names=("replicate", "shard")))
         with unchanged(run, zhooks.PolicyError, "pass the new policy"):
             run.attachment.apply()
@@ -345,7 +345,7 @@ def test_a_model_that_is_divided_over_tp_moves_on_its_data_ranks_alone() -> None
     model = parallelize_module(net(), mesh["tp"], {"2": ColwiseParallel()})
     attachment = zhooks.attach(model, policy=UNITS, mesh=mesh)
     attachment.reshard(init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("replicate", "dp", "tp")))
-    with pytest.raises(zhooks.AttachError, match=r"expected ranks \[0, 1\] on its tp axis, .* save, build the model again"):
+    with pytest.raises(zhooks.AttachError, match=r"needs ranks \[0, 1\] on its tp axis, .* save, build the model again"):
         attachment.reshard(arranged(2))
     attachment.detach()
 

@@ -67,7 +67,7 @@ def one_host_is_left(shrunk: bool = True) -> Iterator[None]:
     if not shrunk:
         yield
         return
-    with pytest.warns(RuntimeWarning, match="expected 1 other host for copies, found 0"):
+    with pytest.warns(RuntimeWarning, match="needs 1 other host for copies, found 0"):
         yield
 
 
@@ -194,7 +194,7 @@ def resume_saying(memory: str, hosts: int, expect: int | None, folder: str = "")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         resume_on(memory, hosts, expect, folder)
-    return [str(each.message) for each in caught if str(each.message).startswith("resume: ")]
+    return [str(each.message) for each in caught if str(each.message).startswith("resume")]
 
 
 def resume_warned(pool: Pool, words: str, **how: Any) -> None:
@@ -219,7 +219,7 @@ def resume_laid_out_otherwise(memory: str, hosts: int) -> list[str]:
         run = Run({**policy(memory, hosts), "units": {"min_numel": 10**9}}, seed=1)
         assert run.attachment.resume((), run.optimizer, objects=run.objects) == {"step": 3}
     killed(run)
-    return [str(each.message) for each in caught if str(each.message).startswith("resume: ")]
+    return [str(each.message) for each in caught if str(each.message).startswith("resume")]
 
 
 def damage_values(memory: Path, name: str) -> None:
@@ -441,7 +441,7 @@ def test_a_folder_of_somebody_else_is_refused(memory: Path) -> None:
         make()
         home.chmod(0o777) if not home.is_symlink() else None
         run = Run({"stage": 3, "resilience": {"memory": str(memory), "job": "test"}})
-        with pytest.raises(zhooks.CheckpointError, match="expected a private folder of this user"):
+        with pytest.raises(zhooks.CheckpointError, match="needs a private folder of this user"):
             run.attachment.save_to_peers(run.optimizer)
         run.attachment.detach()
         home.rmdir() if home.is_dir() and not home.is_symlink() else home.unlink()
@@ -463,8 +463,8 @@ def test_another_living_job_of_the_same_run_id_is_refused(memory: Path) -> None:
 @pytest.mark.parametrize(
     ("resilience", "words"),
     [
-        ({"memory": "/nowhere"}, "expected a folder in memory .tmpfs., found no such folder"),
-        ({"memory": str(Path(__file__).parent)}, "expected a folder in memory .tmpfs., found a folder on a disk"),
+        ({"memory": "/nowhere"}, "needs a folder in memory .tmpfs., found no such folder"),
+        ({"memory": str(Path(__file__).parent)}, "needs a folder in memory .tmpfs., found a folder on a disk"),
         ({"job": None}, "no TORCHELASTIC_RUN_ID"),
     ],
 )
@@ -495,7 +495,7 @@ def test_a_save_without_room_is_refused_and_training_goes_on(what: str, memory: 
 
 def fewer_hosts(memory: str) -> None:
     run = Run(policy(memory, 1, copies=2))
-    with pytest.warns(RuntimeWarning, match="expected 2 other host") if place()[0] == 0 else warnings.catch_warnings():
+    with pytest.warns(RuntimeWarning, match="needs 2 other host") if place()[0] == 0 else warnings.catch_warnings():
         run.attachment.save_to_peers(run.optimizer)
     killed(run)
 

@@ -529,9 +529,9 @@ def test_a_missing_or_changed_file_of_another_world_is_refused_on_all_ranks(rank
     file = tmp_path / "run" / "rank-00001.safetensors"
     raw = bytearray(file.read_bytes())
     file.write_bytes(raw[:3000] + bytes([raw[3000] ^ 1]) + raw[3001:])
-    refused_here(r"rank \d: .*rank-00001.safetensors: expected the shard file .*checksum does not match")
+    refused_here(r"rank \d: .*rank-00001.safetensors. Expected the shard file .*checksum does not match")
     file.unlink()
-    refused_here(r"rank \d: .*rank-00001.safetensors: expected the shard file .*found No such file")
+    refused_here(r"rank \d: .*rank-00001.safetensors. Expected the shard file .*found No such file")
 
 
 @on_ranks(2)

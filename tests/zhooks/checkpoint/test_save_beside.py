@@ -255,7 +255,7 @@ def test_a_disk_that_is_full_on_one_rank_fails_the_save_on_all() -> None:
     with folder() as path:
         run.save(path / "run", extra={"step": 1})
         named = f"rank {last}: " if last else ""
-        match = rf"^{named}save .*run: expected space and permission .*found: No space left.*Free space there"
+        match = rf"^{named}Cannot save .*run. Expected space and permission .*found: No space left.*Free space there"
         for _ in range(2):
             with failing(errno.ENOSPC, rank=last):
                 saving = beside(run, path / "run", extra={"step": 2})
@@ -278,7 +278,7 @@ def test_what_nobody_waited_for_is_told_once_by_the_next_call(verb: str) -> None
             assert ended(saving)
         detach = run.attachment.detach
         calls = {"save": lambda: run.save(path / "old"), "load": lambda: run.load(path / "old"), "detach": detach}
-        with pytest.raises(zhooks.CheckpointError, match=f"^{verb}: expected the background save to .*run.*{verb} again"):
+        with pytest.raises(zhooks.CheckpointError, match=f"^{verb} expected the background save to .*run.*{verb} again"):
             calls[verb]()
         calls[verb]()
         assert os.listdir(path) == ["old"]
@@ -304,7 +304,7 @@ def test_ranks_that_ask_for_different_saves_are_told_so() -> None:
     with folder() as path:
         with pytest.raises(zhooks.CheckpointError, match="expected the same wait and keep on every rank"):
             run.save(path / "run-1", keep=1 + place()[0])
-        with pytest.raises(zhooks.CheckpointError, match="rank 1: save: expected wait=True or False"):
+        with pytest.raises(zhooks.CheckpointError, match="rank 1: save expected wait=True or False"):
             run.save(path / "run-1", wait=place()[0] == 0 or "no")
         assert os.listdir(path) == []
 
@@ -447,7 +447,7 @@ def test_a_rank_that_never_writes_is_named_when_patience_is_over(tmp_path: Path)
         held.create(f"saving-{'a' * 16}", b"")
         first = Outcomes(held, "a" * 16, 0, 2, "run", patience_s=0.05)
         first.failed("a reason")
-        with pytest.raises(zhooks.CheckpointError, match="expected rank 1 to write its file, found that nothing has"):
+        with pytest.raises(zhooks.CheckpointError, match="Expected rank 1 to write its file, found that nothing has"):
             first.collect()
         second = Outcomes(held, "a" * 16, 1, 2, "run", patience_s=0.05)
         second.failed("another")

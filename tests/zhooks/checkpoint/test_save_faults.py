@@ -188,14 +188,14 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_nothing(room: 
         run.save(path / "run", extra={"step": 1})
         named = f"rank {last}: " if last else ""
         found = rf"File too large. Raise the limit on the size of one file \(ulimit -f, {re.escape(as_size(room))} here"
-        match = f"^{named}save .*run: expected space and permission .*found: {found}.*another path"
+        match = f"^{named}Cannot save .*run. Expected space and permission .*found: {found}.*another path"
         with refused(run, match), small_files(room, rank=last):
             run.save(path / "run")
         # Whatever call it is that fails on this rank, up to the commit.
         for code, advice in ((errno.ENOSPC, "Free space there"), (errno.EDQUOT, "Free space within the user's quota")):
             for call in ("pwritev", "fsync", "ftruncate"):
                 found = rf"{os.strerror(code)}.*\. {advice}"
-                match = f"^{named}save .*run: expected space and permission .*found: {found}.*another path"
+                match = f"^{named}Cannot save .*run. Expected space and permission .*found: {found}.*another path"
                 with refused(run, match), failing(call, code, rank=last):
                     run.save(path / "run")
         assert os.listdir(path) == ["run"] and run.load(path / "run") == {"step": 1}
@@ -231,9 +231,9 @@ def test_paths_that_cannot_become_a_checkpoint_are_refused_before_anything_is_wr
             with refused(run, match):
                 run.save(path / name)
         assert (path / "full" / "manifest.json").read_text() == "a web app's" and (path / "file").read_text() == "mine"
-        with refused(run, "expected space and permission"):
+        with refused(run, "Expected space and permission"):
             run.save(Path("/proc/nowhere/run"))
-        with refused(run, "expected space and permission"):
+        with refused(run, "Expected space and permission"):
             run.save(path / "file" / "run")
         run.save(path / "empty")
         run.load(path / "empty")
@@ -244,7 +244,7 @@ def test_a_manifest_nobody_would_read_is_refused_before_it_takes_an_earlier_ones
     run = Run(SMALL)
     with folder() as path:
         run.save(path / "run", extra={"step": 1})
-        match = r"expected a manifest of at most 200 bytes, found \d+ for \d rank"
+        match = r"Expected a manifest of at most 200 bytes, found \d+ for \d rank"
         with refused(run, match), pytest.MonkeyPatch.context() as narrow:
             narrow.setattr(shard_commit, "MANIFEST_MOST", 200)
             run.save(path / "run")
@@ -255,11 +255,11 @@ def test_a_manifest_nobody_would_read_is_refused_before_it_takes_an_earlier_ones
 def test_ranks_that_do_not_share_a_folder_are_told_so() -> None:
     run = Run(SMALL)
     with folder() as path:
-        with refused(run, "rank 1: save .*expected the folder that the first rank made, found none on this host"):
+        with refused(run, "rank 1: Cannot save .*Expected the folder that the first rank made, found none on this host"):
             run.save(path / f"host{place()[0]}" / "run")
         assert not list(path.glob("*/*"))
         run.save(path / "run")
-        with refused(run, "rank 1: .*manifest.json: expected the manifest of a checkpoint, found No such file"):
+        with refused(run, "rank 1: .*manifest.json. Expected the manifest of a checkpoint, found No such file"):
             run.load(path / ("run" if place()[0] == 0 else "else"))
 
 
@@ -269,7 +269,7 @@ def test_another_checkpoint_at_one_ranks_path_is_seen() -> None:
     with folder() as path:
         for name in ("one/run", "two/run"):
             run.save(path / name)
-        with refused(run, "rank 1: load .*expected the same checkpoint on all ranks, found a different one"):
+        with refused(run, "rank 1: Cannot load .*Expected the same checkpoint on all ranks, found a different one"):
             run.load(path / ("one" if place()[0] == 0 else "two") / "run")
 
 
@@ -277,17 +277,17 @@ def test_another_checkpoint_at_one_ranks_path_is_seen() -> None:
 def test_what_would_need_pickle_is_refused_by_name() -> None:
     run = Run(SMALL)
     with folder() as path:
-        with refused(run, r"save: expected numbers.* in extra\['fn'\]\[1\], found function"):
+        with refused(run, r"save expected numbers.* in extra\['fn'\]\[1\], found function"):
             run.save(path / "run", extra={"fn": [1, lambda: 1]})
         with refused(run, r"expected plain dense tensors in objects\['model'\].*, found a sharded tensor"):
             run.attachment.save(path / "run", objects={"model": run.model})
         deep: list[Any] = []
         for _ in range(5000):
             deep = [deep]
-        with refused(run, "expected no exception, found RecursionError"):
+        with refused(run, "Expected no exception, found RecursionError"):
             run.save(path / "run", extra={"deep": deep})
         assert os.listdir(path) == []
-        with refused(run, "expected a checkpoint that attachment.save.. wrote, found nothing there"):
+        with refused(run, "Expected a checkpoint that attachment.save.. wrote, found nothing there"):
             run.load(path / "run")
 
 
@@ -331,7 +331,7 @@ def test_every_damage_to_one_file_is_found_on_all_ranks_before_anything_is_chang
                 shutil.copytree(path / "good", bad)
                 damages(bad)[number][1]()
             from_first(None)
-            with refused(run, r"rank-0000\d\.safetensors: expected the shard file its manifest describes, found"):
+            with refused(run, r"rank-0000\d\.safetensors. Expected the shard file its manifest describes, found"):
                 run.load(bad)
         run.load(path / "good")
 
@@ -356,7 +356,7 @@ def test_what_is_no_file_in_place_of_one_is_refused_on_all_ranks_without_waiting
                     (bad / name).unlink()
                     make(bad / name)
                 from_first(None)
-                with refused(run, rf"{name}: expected .*, found {kind}, not a regular file"):
+                with refused(run, rf"{name}. Expected .*, found {kind}, not a regular file"):
                     run.load(bad)
         if place()[0] == 0:
             (path / "linked").symlink_to(path / "good")

@@ -126,7 +126,7 @@ def test_the_newest_is_complete_and_of_those_that_do_not_say_when_the_last_by_nu
 def test_what_cannot_be_one_of_several_is_refused() -> None:
     run = Run(SMALL)
     with folder() as path:
-        for keep, name, match in ((1, "last", "expected a name with a number"), (0, "step-1", "keep to be None or at least 1")):
+        for keep, name, match in ((1, "last", "Expected a name with a number"), (0, "step-1", "keep to be None or at least 1")):
             with pytest.raises(zhooks.CheckpointError, match=match):
                 run.save(path / name, keep=keep)
         with pytest.raises(zhooks.CheckpointError, match="keep to be None or at least 1"):

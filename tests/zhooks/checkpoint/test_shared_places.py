@@ -100,7 +100,7 @@ def test_another_users_link_in_a_folder_for_everybody_is_named_as_one(
             verb()
     with pytest.raises(zhooks.CheckpointError, match=words):
         run.attachment.save_full(shared / "run" / "model.safetensors")
-    with pytest.raises(zhooks.PolicyError, match=rf"\[disk\] path: .*{words}"):
+    with pytest.raises(zhooks.PolicyError, match=rf"as \[disk\] path.*{words}"):
         Run({**SMALL, "optimizer": {"tier": "disk"}, "disk": {"path": str(shared / "run")}})
     assert not (tmp_path / "mine").exists() or not os.listdir(tmp_path / "mine")
 

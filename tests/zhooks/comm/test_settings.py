@@ -45,7 +45,7 @@ def test_a_policy_that_differs_by_rank_is_refused_by_its_key_and_changes_nothing
     rank, _ = place()
     for found, first, second in OTHERS:
         model = net()
-        with pytest.raises(zhooks.AttachError, match=f"policy: expected the same on every rank, found {found}"):
+        with pytest.raises(zhooks.AttachError, match=f"policy. Expected the same on every rank, found {found}"):
             zhooks.attach(model, policy=second if rank else first)
         assert all(type(param) is nn.Parameter for param in model.parameters())
     zhooks.attach(net(), policy={"comm": {"timeout_s": 300}}).detach()
@@ -69,13 +69,13 @@ def test_other_arguments_of_attach_are_refused_by_name() -> None:
     rank, _ = place()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "tp"))
     policy = {"comm": {"timeout_s": 300}}
-    with pytest.raises(zhooks.AttachError, match=r"attach: .* sync = True on rank 0 and sync = False on rank 1"):
+    with pytest.raises(zhooks.AttachError, match=r"in attach. .* sync = True on rank 0 and sync = False on rank 1"):
         zhooks.attach(net(), policy=policy, sync=rank == 0)
-    with pytest.raises(zhooks.AttachError, match=r"mesh: .* axes = shard 2 on rank 0 and axes = shard 2 x tp 1 on rank 1"):
+    with pytest.raises(zhooks.AttachError, match=r"in mesh. .* axes = shard 2 on rank 0 and axes = shard 2 x tp 1 on rank 1"):
         zhooks.attach(net(), policy=policy, mesh=mesh if rank else None)
     model = net()
     kind = torch.optim.SGD if rank else torch.optim.AdamW
-    with pytest.raises(zhooks.AttachError, match=r"optimizer: .* found type = torch.*AdamW on rank 0 and type = .*SGD on"):
+    with pytest.raises(zhooks.AttachError, match=r"in optimizer. .* found type = torch.*AdamW on rank 0 and type = .*SGD on"):
         zhooks.attach(model, kind(model.parameters(), lr=0.1), policy=policy)
 
 
@@ -121,7 +121,7 @@ def test_what_one_rank_refuses_all_refuse_at_once_and_the_next_attach_trains() -
         assert len(str(caught.value)) < 3000 or rank == who
         assert all(type(param) is nn.Parameter for param in plain.parameters())
     # Each rank that has a reason of its own says that.
-    with pytest.raises(zhooks.AttachError, match="^parameter 0.weight: .* lazy" if rank else "^attach: .* attached already"):
+    with pytest.raises(zhooks.AttachError, match="^Cannot attach parameter .* lazy" if rank else "^attach .* already"):
         zhooks.attach(lazy if rank else attached)
     attachment = zhooks.attach(plain, policy={"comm": {"timeout_s": 300}})
     steps(plain)
@@ -250,7 +250,7 @@ def test_optimizers_that_differ_by_rank_are_refused_at_their_first_step() -> Non
         optimizer = make(list(model.parameters()), torch.optim.SGD if rank else torch.optim.AdamW, 0.2 if rank else 0.1)
         before = [sharded(param).full_tensor().clone() for param in model.parameters()]
         model(torch.ones(2, 6)).sum().backward()
-        with pytest.raises(zhooks.DivergenceError, match=f"optimizer: expected the same on every rank, found {said}"):
+        with pytest.raises(zhooks.DivergenceError, match=f"optimizer. Expected the same on every rank, found {said}"):
             optimizer.step()
         assert all(torch.equal(sharded(a).full_tensor(), b) for a, b in zip(model.parameters(), before, strict=True))
         attachment.detach()
@@ -280,7 +280,7 @@ def test_a_policy_applied_later_is_compared_too() -> None:
     rank, _ = place()
     model = net()
     attachment = zhooks.attach(model, policy={"stage": 3, "comm": {"timeout_s": 300}})
-    with pytest.raises(zhooks.PolicyError, match=r"policy: .* found stage = 2 on rank 0 and stage = 1 on rank 1"):
+    with pytest.raises(zhooks.PolicyError, match=r"in policy. .* found stage = 2 on rank 0 and stage = 1 on rank 1"):
         attachment.apply({"stage": 2 - rank, "comm": {"timeout_s": 300}})
     steps(model)
     attachment.detach()

@@ -117,7 +117,7 @@ def test_a_hook_that_returns_a_gradient_or_is_no_function_is_refused() -> None:
     attachment = zhooks.attach(model)
     wrong: Any = lambda unit, gradient: gradient * 2  # noqa: E731
     handle = attachment.register_reduce_hook(before=wrong)
-    with pytest.raises(zhooks.ShardedOpError, match="expected it to return None, found Tensor"):
+    with pytest.raises(zhooks.ShardedOpError, match="Expected it to return None, found Tensor"):
         model(batch(0)).sum().backward()
     handle.remove()
     with pytest.raises(zhooks.AttachError, match="Pass at least one"):

@@ -108,9 +108,9 @@ def test_a_peer_at_another_step_and_one_that_is_gone_are_lost_peers() -> None:
             Arriving(transfer.metadata(), 6, TIMEOUT.total_seconds())
         arriving = arrive()
         arriving.close()
-        with pytest.raises(CheckpointError, match="expected the peer to keep answering"):
+        with pytest.raises(CheckpointError, match="Expected the peer to keep answering"):
             second.take(arriving)
-    with pytest.raises(CheckpointError, match="expected the peer to keep answering"):
+    with pytest.raises(CheckpointError, match="Expected the peer to keep answering"):
         arrive()
 
 
@@ -118,7 +118,7 @@ def test_strangers_who_find_the_port_get_nothing_and_hold_nobody_up() -> None:
     first = Job({"stage": 3}, steps=1)
     with served(first, {}) as (arrive, transfer):
         where, _, _ = transfer.metadata().partition("#")
-        with pytest.raises(CheckpointError, match="expected the peer to keep answering"):
+        with pytest.raises(CheckpointError, match="Expected the peer to keep answering"):
             Arriving(f"{where}#guessed", 7, TIMEOUT.total_seconds())
         host, _, port = where.rpartition(":")
         for said in (b"GET / HTTP/1.1\r\n\r\n", struct.pack("<Q", 4000) + b"[" * 4000, struct.pack("<Q", 2) + b"{}"):

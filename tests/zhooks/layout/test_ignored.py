@@ -77,7 +77,7 @@ def test_a_star_names_all_but_the_root_itself() -> None:
 
 
 def test_names_that_match_nothing_are_refused_and_those_that_do_are_not_said() -> None:
-    with pytest.raises(AttachError, match=r"ignore: expected back, tail to match a module or a parameter, found none"):
+    with pytest.raises(AttachError, match=r"ignore needs back, tail to match a module or a parameter, found none"):
         left_of(Net(), "tail", "body", "back")
 
 

@@ -120,7 +120,7 @@ def test_a_buffer_of_empty_parameters_alone_is_empty() -> None:
 
 @pytest.mark.parametrize("wrong", [{"world": 0}, {"itemsize": 0}, {"max_numel": 0}])
 def test_a_layout_over_nothing_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(LayoutError, match="expected world, itemsize and max_numel of at least 1, found"):
+    with pytest.raises(LayoutError, match="needs world, itemsize and max_numel of at least 1, found"):
         flat_layout([4], **{"world": 2, "itemsize": 4, **wrong})
 
 

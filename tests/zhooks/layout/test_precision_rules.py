@@ -180,7 +180,7 @@ def test_apply_changes_rules_between_steps() -> None:
 @on_ranks(1, 2)
 def test_a_rule_that_splits_a_linear_is_refused_and_the_model_stays_as_it_was() -> None:
     split = {"precision": {"param": "bf16"}, "rule": [{"match": "*.bias", "precision.param": "fp32"}]}
-    message = r"expected all parameters of .* \(\w+\) to compute in one dtype, found .*bias in float32.*Let match cover"
+    message = r"needs all parameters of .* \(\w+\) to compute in one dtype, found .*bias in float32.*Let match cover"
     model = build()
     with pytest.raises(AttachError, match=message):
         zhooks.attach(model, policy=split)

@@ -59,7 +59,7 @@ def test_values_are_drawn_as_those_of_the_whole() -> None:
 
 @pytest.mark.parametrize("tiles", [(0, 1), (14, 1), (1, 18)])
 def test_tiles_without_a_feature_are_refused(tiles: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=r"TiledLinear: expected from 1 to \d+ tiles over \d+ features, found"):
+    with pytest.raises(ValueError, match=r"TiledLinear expected from 1 to \d+ tiles over \d+ features, found"):
         zhooks.TiledLinear(17, 13, tiles=tiles)
 
 

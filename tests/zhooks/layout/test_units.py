@@ -282,9 +282,9 @@ def test_the_outermost_match_of_a_pattern_is_the_unit() -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_refused_and_names_the_classes_there_are() -> None:
-    with pytest.raises(AttachError, match=r"\[units\]: expected Blok to match a module, found none\. .*Block"):
+    with pytest.raises(AttachError, match=r"\[units\] needs Blok to match a module, found none\. .*Block"):
         units(meta(Named), classes=["Blok"])
-    with pytest.raises(AttachError, match=r"expected lft\.\* to match a module"):
+    with pytest.raises(AttachError, match=r"needs lft\.\* to match a module"):
         units(meta(Named), names=["left.*", "lft.*"])
 
 

@@ -142,7 +142,7 @@ def test_a_learning_rate_changed_after_the_step_is_used_in_the_next() -> None:
 def test_a_second_backward_before_the_step_is_refused_once() -> None:
     training = Training().warm()
     loss_of(training.model, 1).backward()
-    with pytest.raises(ShardedOpError, match=r"forward: expected AdamW.step\(\) after backward"):
+    with pytest.raises(ShardedOpError, match=r"forward expected AdamW.step\(\) after backward"):
         loss_of(training.model, 2).backward()
     training.optimizer.step()
     training.optimizer.zero_grad()
@@ -175,7 +175,7 @@ def test_arguments_of_a_step_whose_updates_were_made_in_backward_are_refused() -
     training.optimizer = Factored(training.model.parameters(), lr=1e-2)
     training.warm()
     loss_of(training.model, 1).backward()
-    with pytest.raises(ShardedOpError, match=r"Factored.step: expected nothing between .* found arguments \(factor\)"):
+    with pytest.raises(ShardedOpError, match=r"Factored.step expected nothing between .* found arguments \(factor\)"):
         training.optimizer.step(factor=2.0)
     training.step(2)
 
@@ -455,7 +455,7 @@ def test_the_step_of_another_optimizer_than_the_one_that_stepped_before_is_refus
     first, second = pair.both(adam), pair.both(sgd)
     pair.step(0, first)
     loss_of(pair.model, 1).backward()
-    with pytest.raises(ShardedOpError, match=r"SGD.step: expected AdamW.step\(\) after .* the step of another optimizer"):
+    with pytest.raises(ShardedOpError, match=r"SGD.step expected AdamW.step\(\) after .* the step of another optimizer"):
         second[1].step()
     # The update that was made is AdamW's; from here on nobody knows whose step comes.
     loss_of(pair.plain, 1).backward()
@@ -515,14 +515,14 @@ def test_whatever_needs_values_before_the_step_is_refused_once() -> None:
     training = Training().warm()
     for number, (name, act) in enumerate(between.items(), start=1):
         loss_of(training.model, number).backward()
-        with pytest.raises(ShardedOpError, match=rf"{name}: expected AdamW.step\(\) after backward"):
+        with pytest.raises(ShardedOpError, match=rf"{name} expected AdamW.step\(\) after backward"):
             act(training)
         training.optimizer.zero_grad()
         training.step(10 + number)
     loss_of(training.model, 5).backward()
     del training.optimizer
     gc.collect()
-    with pytest.raises(ShardedOpError, match=r"forward: expected AdamW.step\(\) after backward"):
+    with pytest.raises(ShardedOpError, match=r"forward expected AdamW.step\(\) after backward"):
         forward(training)
     forward(training)
 

@@ -218,7 +218,7 @@ def shared() -> Path:
 def test_a_model_it_is_not_for_is_refused_and_stays_usable(dtype: str) -> None:
     model = build().to(getattr(torch, dtype))
     found = "only fp32" if dtype == "float32" else "0.weight in float16"
-    with pytest.raises(CapabilityError, match=rf'rounding = "stochastic": expected .* in bf16 .*found {found}. Make the'):
+    with pytest.raises(CapabilityError, match=rf'rounding = "stochastic" needs .* in bf16 .*found {found}. Make the'):
         zhooks.attach(model, policy=policy())
     assert loss_of(model, 0).isfinite()
     attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}})

@@ -99,7 +99,7 @@ def refusal(optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     made = optimizer(model.parameters())
     model(torch.ones(2, 24)).sum().backward()
     before = attachment.state_dict()
-    with pytest.raises(ShardedOpError, match=r'kernel = "numba": expected Adam, AdamW, SGD or Lion'):
+    with pytest.raises(ShardedOpError, match=r'kernel = "numba" needs Adam, AdamW, SGD or Lion'):
         made.step()
     after = attachment.state_dict()
     assert all(torch.equal(after["model"][name], value) for name, value in before.get("model", {}).items())

@@ -196,7 +196,7 @@ def test_what_cannot_be_stepped_unit_by_unit_is_refused_by_name(tier: str) -> No
     before, params = copies(model.parameters()), list(optimizer.param_groups[0]["params"])
     loss_of(model, 1).backward()
     for call in (lambda: optimizer.step(lambda: 1.0), lambda: optimizer.step(closure=lambda: 1.0)):
-        with pytest.raises(zhooks.ShardedOpError, match=r"AdamW\.step\(closure\): expected a step without a closure"):
+        with pytest.raises(zhooks.ShardedOpError, match=r"AdamW\.step\(closure\) expected a step without a closure"):
             call()
         assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params, strict=True))
         assert same(copies(model.parameters()), before)
@@ -207,7 +207,7 @@ def test_what_cannot_be_stepped_unit_by_unit_is_refused_by_name(tier: str) -> No
     optimizer.step()
     assert not same(copies(model.parameters()), before)
     coupled = Coupled(model.parameters())
-    with pytest.raises(zhooks.ShardedOpError, match="Coupled: expected an optimizer that updates each element by itself"):
+    with pytest.raises(zhooks.ShardedOpError, match="Coupled cannot be used with tiers"):
         coupled.step()
     assert len(coupled.param_groups[0]["params"]) == len(params)
     optimizer.zero_grad()
@@ -354,7 +354,7 @@ def test_a_change_of_units_is_refused_and_changes_nothing() -> None:
     optimizer = adamw(model)
     step(model, optimizer, 0)
     before = copies(model.parameters())
-    with pytest.raises(zhooks.PolicyError, match=r"apply: expected \[units\] as at attach"):
+    with pytest.raises(zhooks.PolicyError, match=r"apply expected \[units\] as at attach"):
         attachment.apply({**policy("disk"), "units": {"min_numel": 5}})
     assert attachment.policy.units.min_numel == 0 and same(copies(model.parameters()), before)
     step(model, optimizer, 1)

@@ -102,7 +102,7 @@ def test_a_pattern_that_matches_no_module_is_refused() -> None:
 def test_a_mesh_that_does_not_cover_the_group_is_refused() -> None:
     model = net()
     words = (
-        "mesh ... expected every rank of the process group (0 to 1), found ranks [0] ... Build the mesh over the whole group"
+        "mesh ... needs every rank of the process group (0 to 1), found ranks [0] ... Build the mesh over the whole group"
     )
     mesh = DeviceMesh("cpu", [0], mesh_dim_names=("shard",))
     refused(zhooks.AttachError, words, lambda: zhooks.attach(model, mesh=mesh), model)
@@ -113,7 +113,7 @@ def test_a_mesh_of_unknown_axes_is_refused() -> None:
     model = net()
     mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",))
     words = (
-        "mesh ... expected axes named 'shard' or 'dp' or 'fsdp' or 'dp_shard', 'replicate' or 'dp_replicate', 'tp', 'pp' or "
+        "mesh ... needs axes named 'shard' or 'dp' or 'fsdp' or 'dp_shard', 'replicate' or 'dp_replicate', 'tp', 'pp' or "
         "'ep', each axis at most once, found ('cp',)"
     )
     refused(zhooks.AttachError, words, lambda: zhooks.attach(model, mesh=mesh), model)
@@ -126,7 +126,7 @@ def test_a_mesh_of_unknown_axes_is_refused() -> None:
 def test_a_model_attached_twice_is_refused_and_goes_on_training() -> None:
     model, plain = net(), net()
     attachment = zhooks.attach(model)
-    words = "attach: expected a plain model, found it attached already ... call apply() on that attachment ... detach()"
+    words = "attach expected a plain model, found it attached already ... call apply() on that attachment ... detach()"
     for again in (model, nn.Sequential(model)):
         with pytest.raises(zhooks.AttachError, match=r"attached already|another attachment"):
             zhooks.attach(again)
@@ -149,7 +149,7 @@ def test_a_module_inside_an_attached_model_is_refused() -> None:
 @on_ranks(1)
 def test_a_module_without_parameters_is_refused() -> None:
     model = nn.Sequential(nn.ReLU(), nn.Dropout(0.1))
-    words = "attach: expected Sequential to have parameters, found none"
+    words = "attach expected Sequential to have parameters, found none"
     refused(zhooks.AttachError, words, lambda: zhooks.attach(model), model)
 
 
@@ -184,7 +184,7 @@ def test_parameters_that_cannot_be_sharded_are_refused_by_name(kind: str) -> Non
         words = "more ... sparse=True ... sparse=False"
     elif kind == "subclass":
         model[3].weight = Special(torch.ones(3, 8))
-        words = "3.weight ... expected torch.nn.Parameter, found ... Special ... plain parameters"
+        words = "3.weight ... Expected torch.nn.Parameter, found ... Special ... plain parameters"
     else:
         kept = weakref.ref(model[3].weight)
         words = "3.weight ... no weak references ... found 1"
@@ -201,7 +201,7 @@ def test_a_graph_that_still_holds_a_parameter_is_refused_and_everything_put_back
     model = net()
     model[2].weight.register_hook(lambda grad: grad * 2)
     loss = model(torch.ones(4, 6)).sum()
-    words = "parameter ... expected nothing else to refer to its memory ... Drop graphs"
+    words = "parameter ... Expected nothing else to refer to its memory ... Drop graphs"
     with pytest.raises(zhooks.AttachError, match=".*".join(words.split(" ... "))):
         zhooks.attach(model)
     assert not hooks_left(model)
@@ -231,7 +231,7 @@ def test_a_meta_model_nothing_can_initialise_is_refused_and_stays_on_meta() -> N
 def test_an_optimizer_of_another_model_is_refused() -> None:
     model = net()
     stranger = torch.optim.SGD(net().parameters(), lr=0.1)
-    words = "attach: expected SGD to hold parameters of Sequential, found none of them. Build it from model.parameters()"
+    words = "attach expected SGD to hold parameters of Sequential, found none of them. Build it from model.parameters()"
     refused(zhooks.AttachError, words, lambda: zhooks.attach(model, stranger), model)
 
 
@@ -241,7 +241,7 @@ def test_an_optimizer_with_state_that_was_not_passed_is_refused_and_accepted_whe
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     step(model, optimizer)
     words = (
-        "attach: expected an optimizer without state, found AdamW with state for this model. Pass it: attach(model, optimizer)"
+        "attach expected an optimizer without state, found AdamW with state for this model. Pass it: attach(model, optimizer)"
     )
     refused(zhooks.AttachError, words, lambda: zhooks.attach(model), model)
     zhooks.attach(model, optimizer).detach()
@@ -335,7 +335,7 @@ def test_attach_refuses_arguments_of_another_kind_by_name() -> None:
     for name, values in wrong.items():
         for value in values:
             refused(zhooks.AttachError, f"as {name}, found", partial(zhooks.attach, model, **{name: value}), model)
-    neither = "policy: expected a path, a mapping, a Policy or None, found"
+    neither = "policy must be a path, a mapping, a Policy or None, found"
     policies: tuple[tuple[Any, str], ...] = (
         (3, f"{neither} int"), (b"x", f"{neither} bytes"), ([], f"{neither} list"), ("", "found a folder, not a regular file"),
         ("/", "found a folder, not a regular file"), ("nowhere.toml", "nowhere.toml: no such policy"), ("a\0b", "not a path"),
@@ -349,14 +349,14 @@ def handed(attachment: zhooks.Attachment, optimizer: Any, path: Path) -> list[tu
     """Every verb with something of another kind, and the words that say so."""
     foreign = torch.optim.SGD(net().parameters(), lr=0.1)
     verbs: list[tuple[str, Callable[[], Any]]] = [
-        ("apply: expected .* found None", lambda: attachment.apply(None)),
-        ("policy: expected .* found int", lambda: attachment.apply(3)),  # type: ignore[arg-type]
-        ("gathered: expected parameters", lambda: attachment.gathered("0.weight").__enter__()),  # type: ignore[arg-type]
-        ("heads: expected", lambda: attachment.memory(heads="x")),  # type: ignore[arg-type]
-        ("observe: expected an observer", lambda: attachment.observe(None)),  # type: ignore[arg-type]
-        ("calibrate: expected prefer", lambda: attachment.calibrate(prefer=[]).__enter__()),  # type: ignore[arg-type]
-        ("calibrate: expected prefer", lambda: attachment.calibrate(loss_scale="x").__enter__()),  # type: ignore[arg-type]
-        ('state_dict: expected {"model"', lambda: attachment.load_state_dict(None)),  # type: ignore[arg-type]
+        ("apply expected .* found None", lambda: attachment.apply(None)),
+        ("policy must be .* found int", lambda: attachment.apply(3)),  # type: ignore[arg-type]
+        ("gathered expected parameters", lambda: attachment.gathered("0.weight").__enter__()),  # type: ignore[arg-type]
+        ("heads must be", lambda: attachment.memory(heads="x")),  # type: ignore[arg-type]
+        ("observe expected an observer", lambda: attachment.observe(None)),  # type: ignore[arg-type]
+        ("calibrate expected prefer", lambda: attachment.calibrate(prefer=[]).__enter__()),  # type: ignore[arg-type]
+        ("calibrate expected prefer", lambda: attachment.calibrate(loss_scale="x").__enter__()),  # type: ignore[arg-type]
+        ('state_dict expected {"model"', lambda: attachment.load_state_dict(None)),  # type: ignore[arg-type]
     ]
     takes: tuple[tuple[str, Callable[[Any], Any]], ...] = (
         ("state_dict", attachment.state_dict),
@@ -365,11 +365,11 @@ def handed(attachment: zhooks.Attachment, optimizer: Any, path: Path) -> list[tu
         ("load", lambda one: attachment.load(path / "run", one)),
     )
     for verb, call in takes:
-        verbs.append((f"{verb}: expected a torch.optim.Optimizer", partial(call, 3)))
-        verbs.append((f"{verb}: expected an optimizer of the model's parameters", partial(call, foreign)))
+        verbs.append((f"{verb} expected a torch.optim.Optimizer", partial(call, 3)))
+        verbs.append((f"{verb} expected an optimizer of the model's parameters", partial(call, foreign)))
     wrong: tuple[dict[str, Any], ...] = ({"objects": 3}, {"objects": {1: optimizer}}, {"objects": {"a": 3}}, {"extra": [1]})
     for more in wrong:
-        verbs.append(("save: expected", partial(attachment.save, path / "run", **more)))
+        verbs.append(("save expected", partial(attachment.save, path / "run", **more)))
     return verbs
 
 
@@ -387,9 +387,9 @@ def test_every_verb_refuses_arguments_of_another_kind_and_changes_nothing() -> N
             assert len(str(caught.value)) < 600
         if place()[1] > 1:
             for bad in (0, 1):
-                with pytest.raises(zhooks.CheckpointError, match=f"rank {bad}: save: expected a torch.optim.Optimizer"):
+                with pytest.raises(zhooks.CheckpointError, match=f"rank {bad}: save expected a torch.optim.Optimizer"):
                     attachment.save(path / "run", optimizer if place()[0] != bad else 3)  # type: ignore[arg-type]
-                with pytest.raises(zhooks.CheckpointError, match=f"rank {bad}: load: expected a mapping or None as objects"):
+                with pytest.raises(zhooks.CheckpointError, match=f"rank {bad}: load expected a mapping or None as objects"):
                     attachment.load(path / "run", objects={} if place()[0] != bad else [])  # type: ignore[arg-type]
         assert same(full(model), before) and os.listdir(path) == []
         step(model, optimizer)
@@ -420,7 +420,7 @@ def test_an_attachment_that_was_detached_refuses_every_verb_and_leaves_the_model
     for verb in ("gathered", "resident", "no_sync", "accumulate", "calibrate"):
         verbs[verb] = partial(entered, attachment, verb)
     for verb, call in verbs.items():
-        with pytest.raises(zhooks.AttachError, match=f"^{verb}: expected an attached model, found one that was detached"):
+        with pytest.raises(zhooks.AttachError, match=f"^{verb} expected an attached model, found one that was detached"):
             call()
     assert same(model.parameters(), before)
     step(model, optimizer)

@@ -40,7 +40,7 @@ class Pair(nn.Module):
 )
 def test_a_second_tensor_over_a_trained_parameters_memory_is_refused(second: Callable[[nn.Linear], Tensor]) -> None:
     model = Pair(second)
-    with pytest.raises(zhooks.AttachError, match=r"attach: .*(linear\.\w+.* with other|other .* with linear\.\w+)"):
+    with pytest.raises(zhooks.AttachError, match=r"attach .*(linear\.\w+.* with other|other .* with linear\.\w+)"):
         zhooks.attach(model)
     assert type(model.linear.weight) is nn.Parameter
 

@@ -286,8 +286,8 @@ def test_without_layers_that_repeat_there_is_no_formula_and_it_says_so() -> None
     attachment.model(torch.ones(2, 4)).sum().backward()
     assert rows(attachment)["activations", "device"][1] is None
     words = " ".join(str(attachment.memory()).split())
-    assert "no estimate of activations: expected units that repeat with an input [batch, " in words
-    with pytest.raises(ValueError, match="heads: expected a number of attention heads"):
+    assert "no estimate of activations, because no units repeat with an input [batch, " in words
+    with pytest.raises(ValueError, match="heads must be a number of attention heads"):
         attachment.memory(heads=0)
 
 

@@ -50,10 +50,10 @@ def test_a_batch_with_a_nan_on_one_rank_is_named_on_all_and_the_step_can_be_left
     with pytest.raises(zhooks.NonFiniteError) as told:
         run.optimizer.step()
     words = str(told.value)
-    assert words.startswith("AdamW.step in step 2: expected finite gradients, found an inf or a nan")
+    assert words.startswith("AdamW.step in step 2 expected finite gradients, found an inf or a nan")
     assert f"the first appeared in forward, in the model's input on rank {world - 1}" in words
     assert f"Not finite before the mean over the ranks: rank {world - 1} (the gradient of " in words
-    with pytest.raises(zhooks.NonFiniteError, match=r"^AdamW\.step in step 2: expected finite gradients"):
+    with pytest.raises(zhooks.NonFiniteError, match=r"^AdamW\.step in step 2 expected finite gradients"):
         run.optimizer.step()
     run.optimizer.zero_grad()
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_an_update_that_spoiled_a_parameter_is_named_at_the_next_step(tier: str)
     backward(run, batch(1))
     run.optimizer.step(), run.optimizer.zero_grad()
     backward(run, batch(2))
-    with pytest.raises(zhooks.NonFiniteError, match=r"in step 2: .* not been finite since the previous update.*: 0\.weight"):
+    with pytest.raises(zhooks.NonFiniteError, match=r"in step 2.* not been finite since the previous update.*: 0\.weight"):
         run.optimizer.step()
     run.attachment.detach()
 
@@ -248,7 +248,7 @@ def test_it_is_switched_on_and_off_by_another_policy() -> None:
     run.attachment.apply(policy(3))
     backward(run, spoiled(0))
     before = full(run.model)
-    with pytest.raises(zhooks.NonFiniteError, match=r"^AdamW\.step in step 1: expected finite gradients.* rank 0"):
+    with pytest.raises(zhooks.NonFiniteError, match=r"^AdamW\.step in step 1 expected finite gradients.* rank 0"):
         run.optimizer.step()
     assert same(full(run.model), before)
     run.attachment.apply(policy(3, "ignore"))
@@ -261,5 +261,5 @@ def test_it_is_switched_on_and_off_by_another_policy() -> None:
 def test_what_it_cannot_be_with_is_refused() -> None:
     with pytest.raises(zhooks.PolicyError, match=r"overlap: expected false with \[resilience\] nonfinite"):
         Run(policy(3, optimizer={"tier": "host", "overlap": True}))
-    with pytest.raises(zhooks.AttachError, match=r"\[resilience\] nonfinite: .* found the axis pp"):
+    with pytest.raises(zhooks.AttachError, match=r"\[resilience\] nonfinite.* found the axis pp"):
         Run(policy(3), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "pp")))

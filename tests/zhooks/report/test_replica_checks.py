@@ -197,9 +197,9 @@ def test_values_on_a_disk_are_compared_where_they_lie_and_every_so_many_steps() 
 @on_ranks(2)
 def test_a_mesh_with_stages_is_refused_at_attach_and_at_apply() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "pp"))
-    with pytest.raises(zhooks.AttachError, match=r"check_every: .* found the axis pp"):
+    with pytest.raises(zhooks.AttachError, match=r"check_every.* found the axis pp"):
         Run(policy(3), mesh=mesh)
     run = Run(policy(3, None), mesh=mesh)
-    with pytest.raises(zhooks.AttachError, match=r"check_every: .* found the axis pp"):
+    with pytest.raises(zhooks.AttachError, match=r"check_every.* found the axis pp"):
         run.attachment.apply(policy(3))
     run.attachment.detach()

@@ -79,7 +79,7 @@ def test_one_rank_has_its_batches_and_no_more() -> None:
 @on_ranks(2)
 def test_a_rank_without_any_batch_is_named_on_every_rank() -> None:
     attachment = zhooks.attach(net())
-    with pytest.raises(DivergenceError, match=r"join: expected at least one batch on every rank, found none on rank 1\."):
+    with pytest.raises(DivergenceError, match=r"join expected at least one batch on every rank, found none on rank 1\."):
         list(attachment.join([0, 1] if place()[0] == 0 else []))
     assert list(attachment.join([place()[0]])) == [place()[0]]
 

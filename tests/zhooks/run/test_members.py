@@ -127,7 +127,7 @@ def test_parameters_that_come_after_attach_are_refused_at_the_next_forward(stage
                     step(model, sgd(model))
             change(model)
             for _ in range(2):
-                with pytest.raises(zhooks.AttachError, match=f"parameter {name}: .*added since .*Call detach"):
+                with pytest.raises(zhooks.AttachError, match=f"Parameter {name} is not attached. .*added since .*Call detach"):
                     step(model, sgd(model))
             attachment.detach()
             zhooks.attach(model).detach()
@@ -186,7 +186,7 @@ def test_a_parameter_that_was_taken_away_is_missed_by_name() -> None:
     model = net()
     zhooks.attach(model)
     del model[0].weight
-    with pytest.raises(zhooks.AttachError, match=r"parameter 0\.weight: .*found none .a deletion; undone now"):
+    with pytest.raises(zhooks.AttachError, match=r"Parameter 0\.weight was replaced. .*found none .a deletion; undone now"):
         model(torch.ones(4, 6))
 
 
@@ -261,12 +261,12 @@ def test_an_optimizer_that_partitions_the_parameters_itself_is_refused_by_name(s
         from torch.distributed.optim import ZeroRedundancyOptimizer
     model = net()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-    with pytest.raises(zhooks.AttachError, match=r"found ZeroRedundancyOptimizer.*Use the optimizer inside it: AdamW\("):
+    with pytest.raises(zhooks.AttachError, match=r"^ZeroRedundancyOptimizer steps only.*Use the optimizer inside it: AdamW\("):
         zhooks.attach(model, optimizer, policy={"stage": stage})
     attachment = zhooks.attach(model, policy={"stage": stage})
     model(torch.ones(4, 6)).square().mean().backward()
     for _ in range(2):
-        with pytest.raises(zhooks.ShardedOpError, match="found ZeroRedundancyOptimizer"):
+        with pytest.raises(zhooks.ShardedOpError, match=r"^ZeroRedundancyOptimizer steps only"):
             optimizer.step()
     assert not optimizer.optim.state
     attachment.detach()

@@ -212,7 +212,7 @@ def test_a_budget_that_admits_exactly_k_units_keeps_the_last_k(kept: int) -> Non
 
 @on_ranks(2)
 def test_a_budget_below_what_rests_and_flies_is_refused() -> None:
-    with pytest.raises(BudgetError, match=r"\[budget\] device: expected memory"):
+    with pytest.raises(BudgetError, match=r"\[budget\] device is too small. Expected memory"):
         Run(5, budget={"device": FLOOR * NBYTES - 1})
 
 

@@ -202,7 +202,7 @@ def test_a_budget_of_the_device_counts_the_sum_that_microbatches_leave() -> None
     few, all_of_them = (device_floor(attachment.policy, plans_of(attachment), whole_sums=whole) for whole in (False, True))
     attachment.detach()
     assert all_of_them >= few + 4 * 64 * 64 * 4
-    with pytest.raises(zhooks.BudgetError, match=r"\[budget\] device: expected memory for what is stored there"):
+    with pytest.raises(zhooks.BudgetError, match=r"\[budget\] device is too small. Expected memory for what is stored there"):
         zhooks.attach(model, mesh=mesh, policy=policy | {"budget": {"device": f"{(few + all_of_them) // 2} B"}})
     zhooks.attach(model, mesh=mesh, policy=policy | {"budget": {"device": f"{2 * all_of_them} B"}}).detach()
 

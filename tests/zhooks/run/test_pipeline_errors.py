@@ -151,7 +151,7 @@ def test_a_stage_attached_without_its_mesh_is_refused_before_it_mixes_with_anoth
     with pytest.raises(RuntimeError) as caught:
         stage.forward_one_chunk(0, (torch.ones(2, 4),))
     assert isinstance(caught.value.__cause__, AttachError)
-    assert "pipeline stage 0: expected parameters of this stage only" in str(caught.value.__cause__)
+    assert "Pipeline stage 0 shares parameters with others. Expected" in str(caught.value.__cause__)
     assert layer(torch.ones(2, 4)).shape == (2, 4)
     attachment.detach()
 

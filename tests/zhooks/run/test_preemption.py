@@ -298,7 +298,7 @@ def test_what_cannot_be_caught_is_refused_on_every_rank_and_no_handler_changes()
     rank, world = place()
     run = Run(policy(3))
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(zhooks.AttachError, match="preempted: expected signals to catch, found none"):
+    with pytest.raises(zhooks.AttachError, match="preempted expected signals to catch, found none"):
         run.attachment.exit_if_preempted("nowhere")
     with pytest.raises(zhooks.AttachError, match=r"signals that a process can handle.*SIGKILL"):
         run.attachment.catch_preemption((signal.SIGKILL,) if rank == world - 1 else (signal.SIGTERM,))

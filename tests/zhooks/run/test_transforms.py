@@ -68,6 +68,6 @@ def test_a_call_with_other_values_is_refused_as_what_it_is() -> None:
     model = net()
     values: dict[str, Tensor] = {name: param.detach().clone() for name, param in copy.deepcopy(model).named_parameters()}
     zhooks.attach(model)
-    with pytest.raises(AttachError, match=r"parameter 0\.weight: .*torch\.func\.functional_call puts into the model"):
+    with pytest.raises(AttachError, match=r"Parameter 0\.weight was .*torch\.func\.functional_call puts into the model"):
         functional_call(model, values, (X,))
     assert model(X).shape == (4, 2)

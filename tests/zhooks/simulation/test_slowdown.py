@@ -63,17 +63,17 @@ def test_a_slow_link_inside_a_node_does_not_slow_computation() -> None:
 
 @on_virtual()
 def test_slowdowns_that_cannot_be_are_refused_and_none_is_none() -> None:
-    with pytest.raises(zhooks.SimulationError, match=r"slow: expected compute to be a factor of at least 1.0.*, found 0.5"):
+    with pytest.raises(zhooks.SimulationError, match=r"slow expected compute to be a factor of at least 1.0.*, found 0.5"):
         simulated(slow=Slowdown([0], compute=0.5))
-    with pytest.raises(zhooks.SimulationError, match=r"slow: expected ranks as numbers from 0 to 15, found \[16\]"):
+    with pytest.raises(zhooks.SimulationError, match=r"slow expected ranks as numbers from 0 to 15, found \[16\]"):
         simulated(slow=Slowdown([16], link=2.0))
-    with pytest.raises(zhooks.SimulationError, match=r"slow: expected ranks as numbers from 0 to 15, found \[\]"):
+    with pytest.raises(zhooks.SimulationError, match=r"slow expected ranks as numbers from 0 to 15, found \[\]"):
         simulated(slow=Slowdown([], link=2.0))
     wrong: Any
     for wrong, found in ((5, "5"), ([0.5], r"\[0.5\]")):
-        with pytest.raises(zhooks.SimulationError, match=f"slow: expected ranks as numbers from 0 to 15, found {found}"):
+        with pytest.raises(zhooks.SimulationError, match=f"slow expected ranks as numbers from 0 to 15, found {found}"):
             simulated(slow=Slowdown(wrong, compute=2.0))
     for wrong in (5, [5]):
-        with pytest.raises(zhooks.SimulationError, match="slow: expected a Slowdown, or several of them, found 5"):
+        with pytest.raises(zhooks.SimulationError, match="slow expected a Slowdown, or several of them, found 5"):
             simulated(slow=wrong)
     assert simulated(slow=[Slowdown([3])]).as_dict() == simulated().as_dict()

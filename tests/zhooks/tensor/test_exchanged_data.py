@@ -308,7 +308,7 @@ def test_swapping_an_attached_parameter_for_another_is_refused_and_nothing_chang
     net = Net()
     attachment = zhooks.attach(net, policy={"stage": stage})
     before, kept = full(net), net.second.bias
-    with pytest.raises(zhooks.ShardedOpError, match=r"second\.bias: .*copy_\(value\).*detach\(\)"):
+    with pytest.raises(zhooks.ShardedOpError, match=r"second\.bias.*copy_\(value\).*detach\(\)"):
         torch.utils.swap_tensors(kept, nn.Parameter(torch.ones(3)))
     with pytest.raises(zhooks.ShardedOpError, match=r"second\.bias"):
         torch.utils.swap_tensors(nn.Parameter(torch.ones(3)), kept)

@@ -38,7 +38,7 @@ def test_a_sharded_copy_gets_no_gradient_that_nobody_reduces() -> None:
     made = nn.Parameter(model[0].weight.detach().clone())
     late = copy.deepcopy(frozen).requires_grad_(True)
     for use in (copy.deepcopy(model), late, lambda x: alone * 2.0, lambda x: made * 2.0):
-        with pytest.raises(zhooks.ShardedOpError, match=r"backward: expected .* found that of a copy of \d\.(weight|bias)"):
+        with pytest.raises(zhooks.ShardedOpError, match=r"backward expected .* found that of a copy of \d\.(weight|bias)"):
             use(rows()).sum().backward()
     frozen(rows())
     model(rows()).sum().backward()
@@ -64,7 +64,7 @@ def test_a_detached_parameter_that_is_to_have_a_gradient_of_its_own_is_refused(s
     weight: Any = model[0].weight
     data = weight.data
     for make in (weight.detach().requires_grad_, lambda: nn.Parameter(weight), lambda: setattr(data, "requires_grad", True)):
-        with pytest.raises(zhooks.ShardedOpError, match=r"requires_grad of a detached 0\.weight: .*full_tensor\(\)"):
+        with pytest.raises(zhooks.ShardedOpError, match=r"requires_grad of a detached 0\.weight.*full_tensor\(\)"):
             make()
     own = weight.full_tensor().requires_grad_()
     F.linear(rows(), own).sum().backward()

@@ -426,7 +426,7 @@ def test_rows_and_matrices_of_a_gradient_are_refused_by_name() -> None:
     # As torch 2.8's asynchronous save copies a state.
     torch_copies: dict[str, Any] = {"__name__": "torch.distributed._state_dict_utils"}
     exec("def copy(into, state): into.copy_(state)", torch_copies)
-    with pytest.raises(zhooks.ShardedOpError, match=r"linear\.weight \(5, 6\) into a plain tensor: .*async_save of torch 2\.8"):
+    with pytest.raises(zhooks.ShardedOpError, match=r"linear\.weight \(5, 6\) into a plain tensor.*async_save of torch 2\.8"):
         torch_copies["copy"](torch.empty(5, 6), grad)
 
 
@@ -472,7 +472,7 @@ def test_a_state_of_another_shape_is_named_with_both_shapes_before_anything_is_u
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.load_state_dict(theirs.state_dict())
     model(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(zhooks.CheckpointError, match=r"AdamW.step: .*exp_avg of weight .*\(6, 4\), found \(4, 4\)"):
+    with pytest.raises(zhooks.CheckpointError, match=r"AdamW.step.*exp_avg of weight .*\(6, 4\), found \(4, 4\)"):
         optimizer.step()
     assert same(full(model), before)
     attachment.detach()
@@ -497,7 +497,7 @@ def test_an_error_says_what_really_failed() -> None:
 def test_tracing_an_attached_model_is_refused_and_it_trains_on() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     attachment = zhooks.attach(model)
-    with warnings.catch_warnings(), pytest.raises(zhooks.ShardedOpError, match=r"torch.jit.trace of .*detach\(\), trace"):
+    with warnings.catch_warnings(), pytest.raises(zhooks.ShardedOpError, match=r"Cannot trace .*detach\(\), trace"):
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.jit.trace(model, torch.ones(1, 4))
     model(torch.ones(1, 4)).sum().backward()

@@ -215,7 +215,7 @@ def test_a_model_that_is_moved_elsewhere_is_refused_at_its_next_forward() -> Non
 def test_another_dtype_after_attach_is_refused_and_the_model_is_as_it_was(dtype: torch.dtype) -> None:
     model, plain = net(), net()
     zhooks.attach(model)
-    words = rf"0\.weight\.data: expected a tensor of shape \(7, 6\), torch\.float32 on cpu, found \(7, 6\), {dtype} on cpu"
+    words = rf"0\.weight\.data. Expected a tensor of shape \(7, 6\), torch\.float32 on cpu, found \(7, 6\), {dtype} on cpu"
     with pytest.raises(zhooks.ShardedOpError, match=words):
         model.to(dtype)
     assert all(tensor.dtype is torch.float32 for tensor in [*model.parameters(), model[2].running_mean])
@@ -229,7 +229,7 @@ def test_assigning_data_of_another_shape_or_device_is_refused_and_nothing_change
     before = full(model)
     data = {"smaller": torch.empty(0), "meta": torch.empty(7, 6, device="meta")}[how]
     found = {"smaller": r"\(0,\), torch\.float32 on cpu", "meta": r"\(7, 6\), torch\.float32 on meta"}[how]
-    with pytest.raises(zhooks.ShardedOpError, match=rf"0\.weight\.data: expected a tensor of .*, found {found}\. Call"):
+    with pytest.raises(zhooks.ShardedOpError, match=rf"0\.weight\.data. Expected a tensor of .*, found {found}\. Call"):
         model[0].weight.data = data
     assert same(full(model), before) and isinstance(model[0].weight, zhooks.ShardedTensor)
 

@@ -210,7 +210,7 @@ def test_what_tp_ranks_hold_alike_is_made_or_found_equal() -> None:
     model = divide(plain_gpt(), mesh["tp"])
     with torch.no_grad():
         model.norm.weight.fill_(dist.get_rank())
-    with pytest.raises(zhooks.AttachError, match=r"sync=False\): expected equal values .* norm.weight"):
+    with pytest.raises(zhooks.AttachError, match=r"sync=False\) expected equal values .* norm.weight"):
         zhooks.attach(model, mesh=mesh, sync=False)
     attachment = zhooks.attach(model, mesh=mesh)
     assert torch.equal(sharded(model.norm.weight).full_tensor(), torch.zeros(16))

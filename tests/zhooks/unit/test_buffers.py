@@ -343,7 +343,7 @@ def test_a_bound_below_one_aligned_row_is_refused_and_the_model_stays_plain() ->
     before = {name: param.clone() for name, param in model.named_parameters()}
     row = 16 * world * 2  # bf16 elements, eight to 16 bytes, as fp32
     if row > 64:
-        with pytest.raises(PolicyError, match=rf"\[comm\] buffer: expected to hold one aligned row over {world} ranks, {row}"):
+        with pytest.raises(PolicyError, match=rf"\[comm\] buffer needs to hold one aligned row over {world} ranks, {row}"):
             zhooks.attach(model, policy={"comm": {"buffer": row - 1}, **BF16})
     same(dict(model.named_parameters()), before)
     zhooks.attach(model, policy={"comm": {"buffer": max(row, 64)}, "units": {"names": ["*"]}, **BF16})
@@ -352,7 +352,7 @@ def test_a_bound_below_one_aligned_row_is_refused_and_the_model_stays_plain() ->
 
 def test_a_unit_cut_into_too_many_flats_is_refused_by_name() -> None:
     model = nn.ParameterList(nn.Parameter(torch.ones(16)) for _ in range(300))
-    with pytest.raises(AttachError, match=r"expected at most 256 flat buffers, found more.*Raise \[comm\] buffer"):
+    with pytest.raises(AttachError, match=r"Expected at most 256 flat buffers, found more.*Raise \[comm\] buffer"):
         zhooks.attach(model, policy={"comm": {"buffer": 64}})
 
 

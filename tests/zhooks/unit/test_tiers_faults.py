@@ -99,7 +99,7 @@ def values(model: nn.Module) -> list[Tensor]:
 def test_a_budget_that_is_too_small_is_refused_before_anything_is_allocated(tmp_path: Path, tier: str) -> None:
     model, plain = ZOO["mlp"].build(7), ZOO["mlp"].build(7)
     kept = [param.data_ptr() for param in model.parameters()]
-    with pytest.raises(zhooks.BudgetError, match=rf"\[budget\] {tier}: expected memory for the parameters, masters"):
+    with pytest.raises(zhooks.BudgetError, match=rf"\[budget\] {tier} is too small. Expected memory for the para"):
         zhooks.attach(model, policy=on_disk(tmp_path, tier, budget={tier: 1000}))
     assert [param.data_ptr() for param in model.parameters()] == kept and list(tmp_path.iterdir()) == []
     assert not hooks_left(model) and same(values(model), values(plain))
@@ -109,7 +109,7 @@ def test_a_budget_that_is_too_small_is_refused_before_anything_is_allocated(tmp_
 @pytest.mark.parametrize("nbytes", [5000, 7000])
 def test_a_budget_that_what_is_there_outgrows_is_refused_by_attach(tmp_path: Path, nbytes: int) -> None:
     model, plain = ZOO["mlp"].build(7), ZOO["mlp"].build(7)
-    with pytest.raises(zhooks.BudgetError, match=r"^\[budget\] host: expected memory for the parameters, masters"):
+    with pytest.raises(zhooks.BudgetError, match=r"^\[budget\] host is too small. Expected memory for the para"):
         zhooks.attach(model, policy=on_disk(tmp_path, "host", budget={"host": nbytes}))
     assert not hooks_left(model) and same(values(model), values(plain)) and list(tmp_path.iterdir()) == []
     assert step(model, adamw(model), 0) == step(plain, adamw(plain), 0) and same(values(model), values(plain))
@@ -124,7 +124,7 @@ def test_a_budget_that_states_outgrow_is_refused_before_the_step_with_the_sum_th
     optimizer = adamw(model)
     loss_of(model, 0).backward()
     before = values(model)
-    with pytest.raises(zhooks.BudgetError, match=r"\[budget\] host: .* for the states of AdamW") as refused:
+    with pytest.raises(zhooks.BudgetError, match=r"\[budget\] host.* for the states of AdamW") as refused:
         optimizer.step()
     assert not optimizer.state and same(values(model), before)
     enough = re.search(r"Raise it to ([\d.]+ KiB), or", str(refused.value))
@@ -286,7 +286,7 @@ def test_a_folder_that_cannot_be_used_is_refused_and_the_model_is_as_it_was(tmp_
     place.write_text("mine")
     chosen = place if path == "file" else place / "below"
     model = ZOO["mlp"].build(7)
-    with pytest.raises(zhooks.PolicyError, match=r"\[disk\] path: .*expected a folder"):
+    with pytest.raises(zhooks.PolicyError, match=r"as \[disk\] path. Expected a folder"):
         zhooks.attach(model, policy=on_disk(chosen))
     assert not hooks_left(model) and place.read_text() == "mine"
     assert same(values(model), values(ZOO["mlp"].build(7)))

@@ -233,14 +233,14 @@ def _budget(text: str) -> Failure:
             bound=f"[budget] {admitted[1]}" if limit else "",
             exact=False,
         )
-    unmapped = re.search(rf"\bhost tier cannot admit (.+?): expected the system to map {_SIZE}", text)
+    unmapped = re.search(rf"\bhost tier cannot admit (.+?)\. Expected the system to map {_SIZE}", text)
     if unmapped:
         return Failure("budget", "host", text, nbytes=_parsed(unmapped[2]), key=unmapped[1], exact=False)
-    planned = re.search(r"\[budget\] (device|host|disk): expected (?:room|memory) for (.+?), (?:in all )?found ", text)
+    planned = re.search(r"\[budget\] (device|host|disk) is too small\. Expected memory for (.+?), (?:in all )?found ", text)
     if planned:
         return _planned(planned[1], text)
     tier = next((tier for tier in ("device", "disk") if f"expected {tier}" in text), "host")
-    asked = _bytes_in(rf"preflight: expected .*? for {_SIZE}", text)
+    asked = _bytes_in(rf"preflight expected .*? for {_SIZE}", text)
     return Failure("budget", tier, text, asked, _STORED, short=_bytes_in(rf"{_SIZE} short", text), exact=False)
 
 
