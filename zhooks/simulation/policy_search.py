@@ -43,7 +43,7 @@ from zhooks.planning import (
     search,
 )
 from zhooks.simulation.job import Build, Job, said
-from zhooks.simulation.proposals import Proposal, Proposals
+from zhooks.simulation.proposals import Proposal, Proposals, folded
 from zhooks.simulation.run import Simulation, lasting, simulate
 from zhooks.simulation.watch import Watch
 
@@ -384,7 +384,7 @@ def _nothing_fits(space: _Space, limits: Limits, tiers: list[Tier], least: list[
         lines.append(f"Of {' and '.join(unused)} 0 bytes may be used: allow more.")
     if space.job.batched() == (None,):
         lines.append("To try smaller micro-batches, give step the parameters micro_batch and accumulation with defaults.")
-    return "\n".join(lines)
+    return "\n".join(folded(lines))
 
 
 def _needed(limits: Limits, tried: Tried[Candidate]) -> str:

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from textwrap import wrap
 from typing import Any
 
 from offload.policy import Policy, Table, written
@@ -16,10 +17,12 @@ from zhooks.planning import Candidate, Limits, Memory, Ranking, Tried
 from zhooks.simulation.run import Simulation, lasting
 from zhooks.simulation.watch import RESOURCES
 
-__all__ = ["Bandwidth", "Proposal", "Proposals"]
+__all__ = ["Bandwidth", "Proposal", "Proposals", "folded"]
 
 #: Of what did not fit, how many are shown.
 _SHOWN = 3
+#: Columns of a line at most, of a hundred with the mark of a comment in a policy file.
+_WIDTH = 98
 #: Transfers that could hide behind compute, and what carries them.
 _CARRIED = {
     "gather": "gathers, over links",
@@ -28,6 +31,12 @@ _CARRIED = {
     "copies": "copies, to and from the host",
     "disk": "disk",
 }
+
+
+def folded(lines: Iterable[str]) -> Iterator[str]:
+    """The lines, those that are too long for a terminal in several."""
+    for line in lines:
+        yield from wrap(line, _WIDTH, subsequent_indent="    ") if len(line) > _WIDTH else (line,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +157,22 @@ class Proposals:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
+        yield from folded([*self._table(), *self.reasons()])
+
+    def _table(self) -> Iterator[str]:
         tiers = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in self._limits() if nbytes)
         yield f"{self.hardware} x {self.world}, {self.numel:,} parameters; a rank may hold: {tiers} (predicted, not measured)"
-        yield f"{'':>3} {'step':>12} {'device':>10} {'host':>10} {'disk':>10} {'price':>15}  {'binds':<12} policy"
+        yield f"{'':>3} {'step':>12} {'device':>10} {'host':>10} {'disk':>10} {'price':>15}  longest"
         for number, each in enumerate(self.best, 1):
             held = [as_size(each.memory.on(tier)) if each.memory.on(tier) else "-" for tier in Tier]
             columns = "".join(f" {size:>10}" for size in held)
             price = "-" if each.simulation.price is None else as_dollars(each.simulation.price)
             taken = f"{lasting(each.simulation.step_s):>12}{columns} {price:>15}"
-            yield f"{number:>2}. {taken}  {each.binds:<12} {each.candidate}"
-        yield from self.reasons()
+            yield f"{number:>2}. {taken}  {each.binds}"
+            yield f"    {each.candidate}"
+        yield "longest: what a step spends the most time on"
+        if any(each.candidate.checkpoint == "unit" for each in self.best):
+            yield "activations recomputed: the forward of each unit runs again in backward, which saves their memory"
 
     def reasons(self) -> Iterator[str]:
         """Yield lines on why the first policy was chosen: what its step is busy with, which bandwidth its tiers need, and what
@@ -212,7 +227,8 @@ class Proposals:
         if chosen.candidate.batch is not None:
             batch = chosen.candidate.batch
             use.append(f"Step with micro_batch = {batch.micro_batch} and accumulation = {batch.accumulation}.")
-        head = [f"# {line}".rstrip() for line in (f"Found by zprof plan: {chosen.candidate}.", *use, "", *said)]
+        words = folded([f"Found by zprof plan: {chosen.candidate}.", *use, "", *said])
+        head = [f"# {line}".rstrip() for line in words]
         return "\n".join([*head, "", *_keys(chosen.policy)]) + "\n"
 
 
