@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from offload.errors import AttachError, PolicyError, ShardedOpError
 
-__all__ = ["modified", "no_accumulation", "not_stepped", "too_late", "too_old", "transformed"]
+__all__ = ["captured", "modified", "no_accumulation", "not_stepped", "too_late", "too_old", "transformed"]
 
 
 def too_late(what: str, found: str) -> ShardedOpError:
@@ -51,6 +51,14 @@ def transformed(what: str, found: Iterable[str]) -> ShardedOpError:
         f"forward of {what} expected a call outside of torch.func transforms, found one inside torch.func "
         f"({', '.join(sorted(found))}). Use backward() or torch.autograd.grad, vmap under torch.no_grad(), or the plain model: "
         "detach() first."
+    )
+
+
+def captured(verb: str, what: str) -> ShardedOpError:
+    """torch is to keep a forward as a program of its own, in which nothing gathers."""
+    return ShardedOpError(
+        f"Cannot {verb} {what}. Expected a plain model, found an attached one, whose gathered values would become constants "
+        f"of the program. Call attachment.detach(), {verb} the model, attach again."
     )
 
 

@@ -48,6 +48,8 @@ _STEPS = 2
 _FACTORS = (float("nan"), 1e4, 0.0)
 #: Updates that differ by less than this part of the largest are the same: products of several matrices round otherwise.
 _SAME = 0.02
+#: What torch says where a compiled function is called under this stance.
+_COMPILES = "Detected recompile when torch.compile stance is 'fail_on_recompile'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,8 @@ def _tried(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter]) -> Verdi
         return Verdict(whole, str(error))
     except CannotTry as error:
         # Not even plain stand-ins will do: where ranges were refused, the refusal stands.
+        if why.endswith(str(error)):
+            return Verdict(whole, f"a trial of its step raised {error}")
         return Verdict(whole, f"{why}; a trial of its step on whole parameters raised {error}") if why else Verdict()
 
 
@@ -163,12 +167,15 @@ def _asked(optimizer: Optimizer, place: Place, sample: nn.Parameter) -> tuple[_A
             for index, param in enumerate(params):
                 spec = param._spec  # type: ignore[attr-defined]
                 param.grad = ShardedTensor(spec.pick(drawn(place, 10 * index + step, LARGE)).clone(), spec)
-            _step(twin)
+            _step(twin, "fail_on_recompile")
     except ShardedOpError as error:
         return _Asks.WHOLE, str(error)
     except _Communicates as error:
         raise CannotTry(str(error)) from error
     except Exception as error:
+        if str(error).startswith(_COMPILES):
+            # What is compiled takes plain tensors: with fullgraph = True it would raise, without it would run uncompiled.
+            return _Asks.WHOLE, ""
         return _Asks.WHOLE, "" if isinstance(error, TypeError) else f"a trial of its step on ranges raised {_named(error)}"
     if any(_is_own(state) for param in params for state in tensors_in(twin.state.get(param, {}))):
         return _Asks.WHOLE, "states that are not ranges"
@@ -201,6 +208,9 @@ def _problem(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter], whole:
                 return f"a trial of its step with other gradients of one of the parameters raised {error}"
             for one, update in together.items():
                 if one != (place, 1) and (place in whole or one[0] in whole) and not _same(changed[one], update):
+                    again, _ = _updates(optimizer, samples, every)
+                    if not _same(again[one], update):
+                        return "its step draws random numbers, so that the same gradients give other updates"
                     return "the update of a parameter depends on the gradients of others"
     # The first alone is the first still, the second is not: some go by the place in the list.
     for one in [(place, number) for place in samples if place in whole for number in range(2)]:
@@ -227,6 +237,8 @@ def _problem(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter], whole:
 
 def _named(error: Exception) -> str:
     """The first line of an error: those of a compiler go on with advice to its authors."""
+    if isinstance(error, KeyError):
+        return f"KeyError: {error} (it reads a state or an option that no step has made)"
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
@@ -300,9 +312,9 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return bool(torch.isfinite(one).all()) and float((one - other).abs().max()) <= bound
 
 
-def _step(twin: Any) -> None:
+def _step(twin: Any, stance: str = "force_eager") -> None:
     # A compiled step is tried as it is written: what it computes is the same, and nobody waits for compilers.
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"), _Silent():  # type: ignore[no-untyped-call]
+    with torch.no_grad(), torch.compiler.set_stance(stance), _Silent():  # type: ignore[no-untyped-call]
         step_of(twin)(twin)
 
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from offload.errors import ShardedOpError
 from offload.policy import Precision
 from zhooks import tree
 from zhooks.compiled import CASTS, REASON, outside_graphs
 from zhooks.grad import Scaling, each, in_backward
 from zhooks.layout import DTYPES
+from zhooks.refusals import captured
 from zhooks.run.given import Given
 from zhooks.run.islands import Island, Map
 from zhooks.run.runtime import Runtime
@@ -74,6 +74,11 @@ class Hook:
     def __init_subclass__(cls, why: str = REASON) -> None:
         outside_graphs(cls.__call__, why)
 
+    @property
+    def __name__(self) -> NoReturn:
+        # Only torch.jit.script asks a hook for its name: it would compile the hook.
+        raise captured("script", "the model")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
         return Inert()
 
@@ -96,10 +101,7 @@ class Before(Hook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._given.append(None)
         if torch.jit.is_tracing():
-            raise ShardedOpError(
-                f"Cannot trace {self.where or 'the model'}. Expected a plain model, found an attached one, whose "
-                "gathered values a trace would keep as constants. Call attachment.detach(), trace the model, attach again."
-            )
+            raise captured("trace", self.where or "the model")
         runtime, where = self._runtime, self._scope.name
         backward, outermost = in_backward(), runtime.outermost
         if not backward:

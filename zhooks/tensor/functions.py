@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import AttachError, ShardedOpError
 from zhooks.layout import is_divided, whole_of
+from zhooks.refusals import captured
 from zhooks.tensor.elementwise import numbers_of, own_ranges, readable_whole, stepping, whole_value
 from zhooks.tensor.range_tensor import Handler, RangeTensor, RealShard, range_alone, refuse_gradients
 
@@ -348,6 +349,9 @@ def _format(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _stored(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # torch.export makes a stand-in of each parameter before it calls the model.
+    if sys._getframe(2).f_globals.get("__name__") == "torch._subclasses.meta_utils":
+        raise captured("export", f"the model of {args[0]._spec.name}")
     raise range_alone("use the storage of", args[0])
 
 

@@ -27,7 +27,7 @@ from zhooks.layout import PP, SHARD, Piece
 from zhooks.tensor.aten import view
 from zhooks.tensor.elementwise import localise, readable_whole, whole
 from zhooks.tensor.functions import with_values
-from zhooks.tensor.range_tensor import Handler, ParamShard, RangeTensor
+from zhooks.tensor.range_tensor import Handler, ParamShard, RangeTensor, RealShard
 
 aten = torch.ops.aten
 
@@ -87,6 +87,13 @@ def _not_together(part: ParamShard, first: ParamShard) -> str:
     return ""
 
 
+def _parts(spec: ParamShard) -> Sequence[ParamShard]:
+    """What a vector of this one is of; the pairs of numbers of a complex vector are those of its parts."""
+    if isinstance(spec, RealShard) and isinstance(spec.of, VectorShard):
+        return tuple(map(RealShard, spec.of.parts))
+    return (spec,)
+
+
 def _own_numel(part: ParamShard) -> int:
     return sum(piece.numel for piece in part.pieces)
 
@@ -127,7 +134,7 @@ class Vectors:
                 if flat:
                     return self.vector(tensor._local, spec, device=tensor._on)
             elif shape != tuple(spec.shape) and spec.contiguous:
-                return self.vector(tensor._local, VectorShard((spec,)), device=tensor._on)
+                return self.vector(tensor._local, VectorShard(_parts(spec)), device=tensor._on)
         return view(func, args, kwargs)
 
     def _cat(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -95,6 +95,31 @@ def test_training_equals_plain_training_with_the_same_evaluations(stage: int, se
     assert found[1] == calls > 6
 
 
+class Complex(nn.Module):
+    """Complex parameters, one of which no forward uses, and real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(6, 5, dtype=torch.complex128))
+        self.shift, self.unused = (nn.Parameter(torch.randn(5, dtype=torch.complex128)) for _ in range(2))
+        self.second = nn.Linear(5, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second((x.to(torch.complex128) @ self.first + self.shift).abs())
+        return out
+
+
+@on_ranks(1, 2, stage=(0, 3), search=(None, "strong_wolfe"))
+def test_complex_parameters_train_as_pairs_of_numbers(stage: int, search: str | None) -> None:
+    torch.manual_seed(0)
+    model = Complex()
+    expected = copy.deepcopy(model)
+    zhooks.attach(model, policy={**POLICY, "stage": stage})
+    train(model, lbfgs(model, search), range(3), place())
+    train(expected, lbfgs(expected, search), range(3))
+    check_close(model, expected)
+
+
 @on_ranks(2, 4)
 def test_summed_gradients_come_with_the_sum_of_the_losses() -> None:
     model, _ = attached(gradient={"reduce": "sum"})

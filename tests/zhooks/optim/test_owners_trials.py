@@ -50,6 +50,65 @@ class Switched(torch.optim.Optimizer):
                 param.add_(orthogonal(param.grad), alpha=-0.01 * total)
 
 
+class Noisy(torch.optim.Optimizer):
+    """Adds noise to the updates of matrices."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.add_(orthogonal(param.grad) + torch.randn_like(param), alpha=-0.01)
+
+
+class Unprepared(torch.optim.Optimizer):
+    """Reads a state that its constructor makes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["mask"] = torch.ones_like(param)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.sub_(orthogonal(param.grad) * self.state[param]["mask"])
+
+
+@on_ranks(2)
+def test_what_a_trial_met_is_said_in_words() -> None:
+    for made, words in ((Noisy, "its step draws random numbers"), (Unprepared, "'mask'.*reads a state .* no step has made")):
+        model = net()
+        zhooks.attach(model, policy=POLICY)
+        optimizer = made(matrices(model), {}) if made is Noisy else made(matrices(model))
+        with pytest.raises(zhooks.ShardedOpError, match=rf"^{made.__name__} cannot train this model\. .*{words}"):
+            train(model, optimizer, [0])
+
+
+@torch.compile(fullgraph=True, backend="eager")
+def compiled(param: torch.Tensor, grad: torch.Tensor) -> None:
+    param.sub_(grad.float().sign() * 0.01)
+
+
+class Compiled(torch.optim.Optimizer):
+    """Updates each element by itself in a compiled function, as torchao's do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                compiled(param.detach(), param.grad)
+
+
+@on_ranks(1, 2)
+def test_a_step_that_is_compiled_gets_the_plain_tensors_that_it_takes() -> None:
+    models = [net(), net()]
+    zhooks.attach(models[1], policy=POLICY)
+    for model in models:
+        train(model, Compiled(model.parameters(), {}), range(2))
+    check_equal(models[1], models[0])
+
+
 @on_ranks(2)
 def test_an_optimizer_that_was_refused_is_tried_again_at_the_next_step() -> None:
     models = [net(), net()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -494,12 +495,18 @@ def test_an_error_says_what_really_failed() -> None:
 
 
 @on_ranks(1)
-def test_tracing_an_attached_model_is_refused_and_it_trains_on() -> None:
+def test_tracing_scripting_and_exporting_an_attached_model_is_refused_and_it_trains_on() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     attachment = zhooks.attach(model)
-    with warnings.catch_warnings(), pytest.raises(zhooks.ShardedOpError, match=r"Cannot trace .*detach\(\), trace"):
-        warnings.simplefilter("ignore", DeprecationWarning)
-        torch.jit.trace(model, torch.ones(1, 4))
+    captures: dict[str, Callable[[], Any]] = {
+        "trace": lambda: torch.jit.trace(model, torch.ones(1, 4)),
+        "script": lambda: torch.jit.script(model),
+        "export": lambda: torch.export.export(model, (torch.ones(1, 4),)),
+    }
+    for verb, capture in captures.items():
+        with warnings.catch_warnings(), pytest.raises(zhooks.ShardedOpError, match=rf"Cannot {verb} .*detach\(\), {verb} the"):
+            warnings.simplefilter("ignore", DeprecationWarning)
+            capture()
     model(torch.ones(1, 4)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert attachment.detach() is model
