@@ -161,7 +161,7 @@ ORDER = {
         "__init__", "deepspeed dcp", "shards torchfiles", "stash", "store", "kernels", "disk",
         "memory", "device", "virtual", "budget", "policy",
         "hardware allocator", "documents",
-        "counting formulas free_ranges pages private_files references regular_files text threads",
+        "bounded_calls counting formulas free_ranges pages private_files references regular_files text threads",
         "work", "tier",
         "events errors user_warnings", "job_rank",
     ),

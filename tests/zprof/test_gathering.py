@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +109,32 @@ def test_where_nobody_keeps_a_store_any_more_it_is_one_line(tmp_path: Path) -> N
         (line,) = gather(Meeting("127.0.0.1", 1, "0", rank, 2), paths[rank], 0.5)
         assert line.startswith("traces are not gathered: ") and line.endswith(f"; that of rank {rank} is {paths[rank]}")
         assert "\n" not in line and len(line) < 400 + len(str(paths[rank]))
+
+
+def test_a_store_that_is_silent_is_given_up_by_all_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes connections and never answers, as over a link that was cut; torch's client would read without end."""
+    monkeypatch.setattr(gathering, "_CALL_S", 1.0)
+    paths = traces(tmp_path, 2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        for rank in (0, 1):
+            (line,) = gather(Meeting("127.0.0.1", port, "0", rank, 2), paths[rank], PATIENCE_S)
+            assert re.search(rf"the store at 127\.0\.0\.1:{port} has not answered for \d+\.\d s; that of rank {rank} is", line)
+
+
+@pytest.mark.parametrize("asked", ["check", "add", "set"])
+def test_a_store_that_falls_silent_between_ranks_is_given_up(
+    asked: str, tmp_path: Path, together: Together, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed import PrefixStore
+
+    over = threading.Event()
+    monkeypatch.setattr(gathering, "_CALL_S", 2.0)
+    monkeypatch.setattr(PrefixStore, asked, lambda *_: over.wait())
+    first, second = together(traces(tmp_path, 2), patience_s=5.0)
+    over.set()
+    for said in (first, second):
+        assert re.search(r"rank [01]: the store at 127\.0\.0\.1:\d+ has not answered for \d+\.\d s", "\n".join(said)), said
 
 
 def test_what_cannot_be_kept_stays_where_it_is_and_both_ends_say_why(tmp_path: Path, together: Together) -> None:

@@ -5,19 +5,19 @@
 Note: [Silent stores]
     A TCPStore's client sends a request and reads the answer, and no timeout of torch's holds for ``check``, ``add`` and
     ``set``: over a connection whose cable was pulled it reads until the system gives the connection up, after about 15
-    minutes.  So each request runs on a thread of its own, and whoever asks waits for that one.  A client makes one request at
-    a time: one that was not answered is waited for before the next, and says since when the store is silent.
+    minutes.  So each request is one of `BoundedCalls`: on a thread of its own, for which the caller waits.  A client makes one
+    request at a time: one that was not answered is waited for before the next, and says since when the store is silent.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import distributed_c10d
 
+from offload.bounded_calls import BoundedCalls, NoAnswer
 from offload.errors import DivergenceError
 
 __all__ = ["GroupStore", "StoreLost", "advice", "capital"]
@@ -60,7 +60,7 @@ class GroupStore:
 
     def __init__(self, store: Any, who: str, timeout_s: float) -> None:
         self._store, self.who, self.timeout_s = store, who, timeout_s
-        self._pending: _Request[Any] | None = None
+        self._calls = BoundedCalls()
 
     @staticmethod
     def of_all(who: str, timeout_s: float) -> GroupStore:
@@ -99,13 +99,10 @@ class GroupStore:
         Raises:
             StoreLost: it, or one before it, is not answered within the time.
         """
-        within_s = self.timeout_s if within_s is None else within_s
-        if self._pending is not None:
-            self._wait(self._pending, within_s)
-        asked = _Request(request)
-        self._pending = asked
-        self._wait(asked, within_s)
-        return asked.result()
+        try:
+            return self._calls.make(request, self.timeout_s if within_s is None else within_s)
+        except NoAnswer as error:
+            raise self._lost(str(error)) from None
 
     def _ask(self, request: Callable[[], T], within_s: float | None = None) -> T:
         """As ``within``, and StoreLost if the connection is over."""
@@ -117,37 +114,9 @@ class GroupStore:
             said = (str(error).splitlines() or [type(error).__name__])[0]
             raise self._lost(f"is gone: {said}", closed=True) from error
 
-    def _wait(self, asked: _Request[Any], within_s: float) -> None:
-        """For an answer, which is late ``within_s`` after it was asked for."""
-        if not asked.over.wait(max(0.0, asked.began + within_s - time.monotonic())):
-            raise self._lost(f"has not answered for {time.monotonic() - asked.began:.1f} s")
-        self._pending = None
-
     def _lost(self, found: str, *, closed: bool = False) -> StoreLost:
         store = self._store
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         at = f" at {store.host}:{store.port}" if hasattr(store, "host") else ""
         return StoreLost(self.who, f"the process group's store{at}", found, closed=closed)
-
-
-class _Request(Generic[T]):
-    """A call on a thread of its own, a daemon: what never ends does not keep the program from ending."""
-
-    def __init__(self, call: Callable[[], T]) -> None:
-        self.began, self.over = time.monotonic(), threading.Event()
-        self._call, self._returned, self._error = call, list[T](), list[Exception]()
-        threading.Thread(target=self._run, name="zhooks-store", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self._returned.append(self._call())
-        except Exception as error:
-            self._error.append(error)
-        self.over.set()
-
-    def result(self) -> T:
-        """What the call returned or raised, once it is over."""
-        for error in self._error:
-            raise error
-        return self._returned[0]

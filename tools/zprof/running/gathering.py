@@ -25,13 +25,14 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypeVar
 
+from offload.bounded_calls import BoundedCalls, NoAnswer
 from offload.regular_files import open_regular
 from offload.text import as_duration, as_size, one_line, plural
 from zprof.problem import CapabilityProblem
@@ -40,6 +41,8 @@ from zprof.trace.families import member_name, rank_of
 from zprof.writing import committing
 
 __all__ = ["Meeting", "gather", "meeting", "name_of_rank"]
+
+T = TypeVar("T")
 
 CHUNK = 1 << 20
 #: A trace is bounded to 1 GiB, and to a quarter more while it is made smaller.
@@ -97,7 +100,7 @@ def gather(at: Meeting, path: Path, patience_s: float) -> list[str]:
         patience_s: how long nothing may happen before it is given up.
     """
     try:
-        store = _store(at, patience_s)
+        store = _Store(at, patience_s)
     except (ImportError, RuntimeError) as error:
         return [f"traces are not gathered: {_said(error)}; that of rank {at.rank} is {path}"]
     if at.rank == 0:
@@ -109,13 +112,41 @@ def gather(at: Meeting, path: Path, patience_s: float) -> list[str]:
     return [f"not gathered by rank 0: {why}; it stays {socket.gethostname()}:{path.absolute()}"] if why else []
 
 
-def _store(at: Meeting, patience_s: float) -> Any:
-    from torch.distributed import PrefixStore, TCPStore
+class _Store:
+    """torchrun's store, with a bound on every answer: to ``check``, ``add`` and ``set`` no time limit of torch's applies."""
 
-    to_connect = timedelta(seconds=min(patience_s, _CALL_S))
-    store = TCPStore(at.host, at.port, None, False, to_connect, wait_for_workers=False)
-    store.set_timeout(timedelta(seconds=_CALL_S))
-    return PrefixStore(f"zprof/gather/{at.attempt}", store)
+    def __init__(self, at: Meeting, patience_s: float) -> None:
+        from torch.distributed import PrefixStore, TCPStore
+
+        to_connect = timedelta(seconds=min(patience_s, _CALL_S))
+        self._where, self._calls = f"the store at {at.host}:{at.port}", BoundedCalls()
+        store = self._made(lambda: TCPStore(at.host, at.port, None, False, to_connect, wait_for_workers=False))
+        store.set_timeout(timedelta(seconds=_CALL_S))
+        self._store = PrefixStore(f"zprof/gather/{at.attempt}", store)
+
+    def _made(self, call: Callable[[], T], waits_s: float = 0.0) -> T:
+        try:
+            return self._calls.make(call, waits_s + _CALL_S)
+        except NoAnswer as error:
+            raise RuntimeError(f"{self._where} {error}") from None
+
+    def check(self, key: str) -> bool:
+        return self._made(lambda: bool(self._store.check([key])))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._made(lambda: int(self._store.add(key, amount)))
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._made(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._made(lambda: bytes(self._store.get(key)), _CALL_S)
+
+    def wait(self, key: str, within_s: float) -> None:
+        self._made(lambda: self._store.wait([key], timedelta(seconds=within_s)), within_s)
+
+    def delete_key(self, key: str) -> None:
+        self._made(lambda: self._store.delete_key(key))
 
 
 def _said(error: BaseException) -> str:
@@ -127,7 +158,7 @@ def _said(error: BaseException) -> str:
 # A rank that has a trace.
 
 
-def _send(store: Any, at: Meeting, path: Path, patience_s: float) -> str:
+def _send(store: _Store, at: Meeting, path: Path, patience_s: float) -> str:
     """Why it was not taken; "" where it was."""
     try:
         file = os.fdopen(open_regular(path), "rb")
@@ -141,39 +172,39 @@ def _send(store: Any, at: Meeting, path: Path, patience_s: float) -> str:
         store.set(f"here/{at.rank}", json.dumps({"nbytes": nbytes, "is": identity}))
         if not _my_turn(store, at.rank, patience_s):
             return f"rank 0 has not asked for it, nor done anything else for {as_duration(patience_s * 1e9)}"
-        if store.check([f"take/{at.rank}"]):
+        if store.check(f"take/{at.rank}"):
             try:
                 _send_chunks(store, at.rank, file)
             except RuntimeError:
                 # Rank 0 takes no more of it where it cannot keep it, and says why.
-                if not store.check([f"done/{at.rank}"]):
+                if not store.check(f"done/{at.rank}"):
                     raise
-    store.wait([f"done/{at.rank}"], timedelta(seconds=_COMMIT_S))
+    store.wait(f"done/{at.rank}", _COMMIT_S)
     return one_line(store.get(f"done/{at.rank}").decode("utf-8", "replace"))[:_MOST_WHY]
 
 
-def _send_chunks(store: Any, rank: int, file: BinaryIO) -> None:
+def _send_chunks(store: _Store, rank: int, file: BinaryIO) -> None:
     checksum = hashlib.sha256()
     for number, chunk in enumerate(iter(lambda: file.read(CHUNK), b"")):
         if number > 1:
-            store.wait([f"ack/{rank}/{number - 2}"])
+            store.wait(f"ack/{rank}/{number - 2}", _CALL_S)
             store.delete_key(f"ack/{rank}/{number - 2}")
         store.set(f"data/{rank}/{number}", chunk)
         checksum.update(chunk)
     store.set(f"sum/{rank}", checksum.hexdigest())
 
 
-def _my_turn(store: Any, rank: int, patience_s: float) -> bool:
+def _my_turn(store: _Store, rank: int, patience_s: float) -> bool:
     """Whether rank 0 asks for it, or has answered already, before nothing happens for too long."""
     done, until_s = -1, time.monotonic() + patience_s
 
     def answered() -> bool:
-        return bool(store.check([f"take/{rank}"]) or store.check([f"done/{rank}"]))
+        return bool(store.check(f"take/{rank}") or store.check(f"done/{rank}"))
 
     while not answered():
         if (now := store.add("alive", 0)) != done:
             done, until_s = now, time.monotonic() + patience_s
-        if store.check(["over"]) or time.monotonic() > until_s:
+        if store.check("over") or time.monotonic() > until_s:
             # Its own answer may have come since it was looked for.
             return answered()
         time.sleep(_LOOK_S)
@@ -183,7 +214,7 @@ def _my_turn(store: Any, rank: int, patience_s: float) -> bool:
 # Rank 0.
 
 
-def _take_all(store: Any, at: Meeting, path: Path, patience_s: float) -> list[str]:
+def _take_all(store: _Store, at: Meeting, path: Path, patience_s: float) -> list[str]:
     waited_for = set(range(1, at.world))
     missing: dict[int, str] = {}
     count = there = nbytes = 0
@@ -191,9 +222,8 @@ def _take_all(store: Any, at: Meeting, path: Path, patience_s: float) -> list[st
     until_s += patience_s
     try:
         while waited_for and time.monotonic() < until_s:
-            here = [rank for rank in sorted(waited_for) if store.check([f"here/{rank}"])]
+            here = [rank for rank in sorted(waited_for) if store.check(f"here/{rank}")]
             for rank in here:
-                waited_for.discard(rank)
                 try:
                     took = _take(store, at, rank, path)
                     nbytes += took
@@ -201,6 +231,7 @@ def _take_all(store: Any, at: Meeting, path: Path, patience_s: float) -> list[st
                     there += not took
                 except (TraceError, OSError, ValueError, KeyError, TypeError) as error:
                     missing[rank] = _said(error)
+                waited_for.discard(rank)
                 store.add("alive", 1)
                 until_s = time.monotonic() + patience_s
             if not here:
@@ -228,7 +259,7 @@ def _named(missing: dict[int, str]) -> Iterator[str]:
         yield f"not gathered: {plural(len(ranks), 'rank')} {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}: {why}"
 
 
-def _take(store: Any, at: Meeting, rank: int, path: Path) -> int:
+def _take(store: _Store, at: Meeting, rank: int, path: Path) -> int:
     """Keep one rank's trace beside ``path``; its size, or 0 where it lies there already, for the folder is shared.
 
     Raises:
@@ -262,7 +293,7 @@ def _take(store: Any, at: Meeting, rank: int, path: Path) -> int:
     return nbytes
 
 
-def _receive(store: Any, rank: int, nbytes: int, file: BinaryIO) -> None:
+def _receive(store: _Store, rank: int, nbytes: int, file: BinaryIO) -> None:
     checksum, left, number = hashlib.sha256(), nbytes, 0
     while left:
         chunk = store.get(f"data/{rank}/{number}")
