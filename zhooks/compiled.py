@@ -26,7 +26,7 @@ from offload.user_warnings import warn_user
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: What torch says of a graph that breaks at our hooks: at a unit, and at a module that a [[rule]] gives another dtype.
-REASON = "zhooks gathers the unit called here; compile units one by one, fullgraph=True only for these; detach() to export"
+REASON = "zhooks gathers the unit that is called here; compile units, fullgraph=True only for these; detach() to export"
 CASTS = "zhooks casts here to the dtype that a [[rule]] gives only this module; let the rule match whole units"
 
 

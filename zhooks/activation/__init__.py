@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from zhooks.activation.partition import check_axis
-from zhooks.activation.replication import hash_of
 from zhooks.activation.residual import Residual
 from zhooks.activation.saved import SavedParameters
 
-__all__ = ["Residual", "SavedParameters", "check_axis", "hash_of"]
+__all__ = ["Residual", "SavedParameters", "check_axis"]

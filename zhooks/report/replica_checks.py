@@ -26,11 +26,10 @@ from offload.events import Bus
 from offload.policy import Policy
 from offload.shards import digest
 from offload.virtual import NAME
-from zhooks.activation import hash_of
 from zhooks.comm import CONTROL, Call, Comm, Transport, text_digest
 from zhooks.layout import EP, PP, Ignored
 from zhooks.optim import Steps
-from zhooks.tensor import ShardedTensor
+from zhooks.tensor import ShardedTensor, hash_of
 from zhooks.unit import Flat, Unit
 
 __all__ = ["ReplicaChecks", "check_resilience"]

@@ -140,6 +140,9 @@ class RealShard(ParamShard):
         self.contiguous = of.contiguous
         self.hooks, self.post_hooks = OrderedDict(), OrderedDict()
 
+    def key(self) -> tuple[Any, ...]:
+        return (self.shape, self.of.key())
+
 
 def in_storage_order(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """``tensor`` as 1-D in the order a dense tensor of these strides lies in memory."""
@@ -281,16 +284,18 @@ class RangeTensor(torch.Tensor):
         Raises:
             ShardedOpError: they did not.
         """
-        if not self.numbers:
-            return
-        both = torch.tensor([self.numbers, -self.numbers], dtype=torch.int64, device=self._on)
-        self._spec.group.all_reduce(both, "max", (SHARD, TP))
-        if both[0] != -both[1]:
+        if self.numbers and not self.alike(self.numbers):
             raise ShardedOpError(
                 f"Cannot compute an expression of {self._spec.name}. Expected the same numbers on every rank, because each has "
                 f"a range of the result; found different ones. Read the parameter first: {self._spec.name}.full_tensor(), then "
                 "compute."
             )
+
+    def alike(self, number: int) -> bool:
+        """Every rank that has a range of it gives the same number.  Collective."""
+        both = torch.tensor([number, -number], dtype=torch.int64, device=self._on)
+        self._spec.group.all_reduce(both, "max", (SHARD, TP))
+        return bool(both[0] == -both[1])
 
     def as_real(self) -> RangeTensor:
         """The range of a complex tensor as pairs of numbers, in the same memory: short-lived where that is on disk."""

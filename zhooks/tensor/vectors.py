@@ -27,6 +27,7 @@ from zhooks.layout import PP, SHARD, Piece
 from zhooks.tensor.aten import view
 from zhooks.tensor.elementwise import localise, readable_whole, whole
 from zhooks.tensor.functions import with_values
+from zhooks.tensor.hashes import hash_of
 from zhooks.tensor.range_tensor import Handler, ParamShard, RangeTensor, RealShard
 
 aten = torch.ops.aten
@@ -177,6 +178,12 @@ class Vectors:
         lead = args[0] if isinstance(args[0], RangeTensor) else args[1]
         if any(isinstance(one, RangeTensor) and not _derived(one) for one in args) or args[0].shape != args[1].shape:
             return whole(func, args, kwargs)
+        for own in args:
+            if not isinstance(own, RangeTensor) and lead._spec.group.sharded and not lead.alike(hash_of(own) >> 1):
+                raise ShardedOpError(
+                    f"Cannot compute the dot product with {lead._spec.name}. Expected the same plain tensor on every rank, "
+                    "because each multiplies a range of it; found different ones. Broadcast it first."
+                )
         one, other = (localise(value, lead, [lead]) for value in args)
         part: Tensor = func(one, other)
         wide = part.to(torch.float32) if part.dtype in (torch.float16, torch.bfloat16) else part

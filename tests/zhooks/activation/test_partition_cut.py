@@ -1,4 +1,4 @@
-"""Cutting one tensor over ranks and putting it together again: any geometry, any dtype; and the hash that compares ranks.
+"""Cutting one tensor over ranks and putting it together again: any geometry, any dtype.
 
 pytest runs it, without processes: every rank's range is made here.
 """
@@ -14,7 +14,6 @@ from torch import Tensor
 from offload.errors import PolicyError
 from offload.policy import Policy
 from zhooks.activation.divided import HEADER, Cut, Slot, cut_layout, form_of, values_of
-from zhooks.activation.replication import hash_of
 
 
 def base(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -93,26 +92,6 @@ def test_two_views_of_the_same_bytes_are_known_to_be_so_until_they_are_written()
 )
 def test_what_cannot_be_cut_is_left_alone(tensor: Tensor) -> None:
     assert form_of(tensor, None) is None
-
-
-def test_a_hash_sees_every_bit_every_place_and_every_sign() -> None:
-    torch.manual_seed(0)
-    tensor = torch.randn(300_001)
-    hashes = {hash_of(tensor)}
-    for place in (0, 1, 65_536, 131_072, 299_999, 300_000):
-        changed = tensor.clone()
-        changed.view(torch.int32)[place] ^= 1
-        hashes.add(hash_of(changed))
-    hashes.add(hash_of(tensor.flip(0)))
-    hashes.add(hash_of(-tensor))
-    swapped = tensor.clone()
-    swapped[[2, 70_000]] = tensor[[70_000, 2]]
-    hashes.add(hash_of(swapped))
-    assert len(hashes) == 10
-    doubles = torch.randn(64, dtype=torch.float64)
-    assert hash_of(doubles) != hash_of(-doubles)
-    matrix = torch.randn(40, 50)
-    assert hash_of(matrix.t().contiguous().t()) == hash_of(matrix) == hash_of(torch.cat([matrix[:1], matrix])[1:])
 
 
 def test_partitioned_inputs_need_units_that_are_recomputed() -> None:

@@ -215,7 +215,7 @@ def test_a_process_out_of_descriptors_is_told_so_and_not_of_its_file_system() ->
             return real(name, *rest, **how)
 
         patched.setattr(os, "open", full)
-        with pytest.raises(zhooks.CheckpointError, match=r"^rank 1: save .*found: Too many open files at \S+\. Raise ulimit"):
+        with pytest.raises(zhooks.CheckpointError, match=r"^rank 1: Cannot save .*Too many open files at \S+\. Raise"):
             run.save(path / "run")
 
 

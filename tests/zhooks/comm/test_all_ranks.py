@@ -63,7 +63,7 @@ def test_a_step_that_one_rank_cannot_take_fails_on_all_with_its_reason() -> None
             raise OSError(28, "No space left on device", "/somewhere")
         return rank
 
-    said = f"rank {world - 1}: try this: .*No space left on device at /somewhere"
+    said = rf"rank {world - 1}: Cannot try this\. .*No space left on device at /somewhere"
     with every_rank() as ranks:
         with pytest.raises(zhooks.CheckpointError, match=said):
             ranks.run(step)

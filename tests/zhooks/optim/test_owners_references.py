@@ -98,9 +98,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "ids": (lambda params: Known(params, {id(params[-1])}), r"Known\.known\[\.\.\.\] \(its id\)"),
     "dict": (lambda params: Known(params, {params[-1]: True}), r"Known\.known \(a key\)"),
     "object": (lambda params: Known(params, Holder(params[-1:])), r"Known\.known\.params"),
-    "buffers": (Buffers, r"Buffers: .*\.buffers \(a key\)"),
+    "buffers": (Buffers, r"Buffers cannot train .*\.buffers \(a key\)"),
     "lookahead": (lambda params: Lookahead(Muon(params)), r"Lookahead\.base, an optimizer of its own"),
-    "scales": (scaled, r"Scaled: .*param_groups\[0\]\['scales'\], a list as long as params"),
+    "scales": (scaled, r"Scaled cannot train .*param_groups\[0\]\['scales'\], a list as long as params"),
 }
 
 

@@ -229,3 +229,45 @@ def test_an_optimizer_that_reads_rows_of_an_expression_steps_as_in_plain_pytorch
             net(torch.ones(1, 3)).sum().backward()
             optimizer.step()
     assert same(full(model), plain.parameters())
+
+
+class Three(nn.Module):
+    """Two parameters of one shape in the first half of their buffer: a rank beyond the first has nothing of either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.arange(9.0).view(3, 3)), nn.Parameter(torch.full((3, 3), 2.0))
+        self.large = nn.Parameter(torch.ones(20, 20))
+
+
+BETWEEN: dict[str, Callable[[Any], Any]] = {
+    "add": lambda net: net.one + net.other,
+    "difference, times": lambda net: (net.one - net.other) * net.other,
+    "in place": lambda net: net.one.add_(net.other),
+    "copy": lambda net: net.one.copy_(net.other),
+    "lerp": lambda net: net.one.lerp_(net.other, 0.5),
+    "lists": lambda net: torch._foreach_add([net.one], [net.other])[0],
+    "lists in place": lambda net: torch._foreach_mul_([net.one], [net.other]),
+}
+
+
+@on_ranks(1, 2, 3, stage=(0, 1, 2, 3), name=tuple(BETWEEN))
+def test_two_parameters_of_one_shape_meet_alike_on_every_rank(stage: int, name: str) -> None:
+    model, plain = Three(), Three()
+    zhooks.attach(model, policy={"stage": stage, "comm": {"timeout_s": 60}})
+    with torch.no_grad():
+        found, expected = BETWEEN[name](model), BETWEEN[name](plain)
+        if isinstance(expected, Tensor):
+            assert torch.equal(found.full_tensor() if hasattr(found, "full_tensor") else found, expected)
+    assert same(full(model), plain.parameters())
+
+
+@on_ranks(2, 3, stage=(1, 3))
+def test_a_dot_product_with_a_plain_tensor_needs_the_same_one_on_every_rank(stage: int) -> None:
+    model = Three()
+    zhooks.attach(model, policy={"stage": stage})
+    (model.one.sum() + model.other.sum() + model.large.sum()).backward()
+    gradient = model.one.grad.view(-1)
+    assert float(torch.dot(gradient, torch.arange(9.0))) == 36.0
+    with pytest.raises(zhooks.ShardedOpError, match=r"dot product with .*same plain tensor on every rank"):
+        torch.dot(gradient, torch.arange(9.0) + place()[0])
