@@ -81,8 +81,8 @@ def check(run: RunState, folders: Sequence[SavedFolder]) -> tuple[Loading, int]:
         run.check_room(loading.new_states())
     except BudgetError as error:
         raise CheckpointError(
-            f"Cannot load {folders[0].path}. Expected room for the optimizer's states on their tiers, found: {error}. Nothing "
-            "was loaded."
+            f"Cannot load {folders[0].path}. Expected memory for the optimizer's states on their tiers, found: {error}. "
+            "Nothing was loaded."
         ) from error
     return loading, nbytes
 

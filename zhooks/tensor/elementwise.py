@@ -55,12 +55,24 @@ def as_step(function: Callable[..., Any]) -> Callable[..., Any]:
 
 #: The code that an optimizer's step runs under.
 _STEPS = frozenset(wrap(lambda: None).__code__ for wrap in (as_step, Optimizer.profile_hook_step))
+#: Where torch copies states to save them.
+_COPIES_STATES = ("torch.distributed.checkpoint", "torch.distributed._state_dict_utils")
 
 
 def stepping() -> bool:
     """An optimizer's step runs on this thread."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code not in _STEPS:
+    return _called_by(lambda frame: frame.f_code in _STEPS)
+
+
+def _copies_state() -> bool:
+    """torch copies states to save them; the copies must be ranges as they are."""
+    return _called_by(lambda frame: frame.f_globals.get("__name__", "").startswith(_COPIES_STATES))
+
+
+def _called_by(found: Callable[[FrameType], bool]) -> bool:
+    """One of the frames below the caller's is such a one."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not found(frame):
         frame = frame.f_back
     return frame is not None
 
@@ -314,10 +326,8 @@ def _matching(value: RangeTensor, lead: RangeTensor) -> Any:
             f"Cannot compute an element-wise operation on {lead._spec.name} {tuple(lead.shape)} and {value._spec.name} "
             f"{tuple(value.shape)}. Expected sharded tensors of the same shape, found two shapes. Use full_tensor() on both."
         )
-    if value._bound:
-        return lead._spec.take(whole_of(value._bound.view(value._spec.index).detach()))
     if readable_whole(value):
-        return lead._spec.take(value.full_tensor())
+        return lead._spec.take(whole_value(value))
     raise ShardedOpError(
         f"{lead._spec.name} and {value._spec.name} do not match. Expected the same range of elements on this rank, found "
         "different ones. Load at the world size that saved it, or use full values (attachment.state_dict())."
@@ -390,22 +400,13 @@ def _into_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def whole_value(tensor: RangeTensor) -> Tensor:
     """All of it; a parameter as it is gathered, where that has its dtype.  Collective, but of what is gathered already."""
-    if tensor._bound is not None:
-        gathered = whole_of(tensor._bound.view(tensor._spec.index).detach())
-        if gathered.dtype == tensor.dtype:
-            return gathered
-    return tensor.full_tensor()
+    gathered = _gathered(tensor)
+    return tensor.full_tensor() if gathered is None or gathered.dtype != tensor.dtype else gathered
 
 
-#: Where torch copies states to save them, whose copies must be ranges as they are.
-_COPIES_STATES = ("torch.distributed.checkpoint", "torch.distributed._state_dict_utils")
-
-
-def _copies_state() -> bool:
-    caller = sys._getframe(1)
-    while caller is not None and not caller.f_globals.get("__name__", "").startswith(_COPIES_STATES):
-        caller = caller.f_back  # type: ignore[assignment]
-    return caller is not None
+def _gathered(tensor: RangeTensor) -> Tensor | None:
+    """The parameter that the tensor is, as it is gathered; None of anything else."""
+    return None if tensor._bound is None else whole_of(tensor._bound.view(tensor._spec.index).detach())
 
 
 def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -425,9 +426,9 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not readable_whole(value):
             _check_shapes(func, args, kwargs)
             return refuse(func, value)
-        if not value._bound:
+        view = _gathered(value)
+        if view is None:
             return value.full_tensor()
-        view = whole_of(value._bound.view(value._spec.index).detach())
         gathered.append((view, (value._spec,)))
         return view
 

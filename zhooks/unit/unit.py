@@ -25,6 +25,7 @@ from offload.errors import AttachError, ShardedOpError
 from offload.virtual import NAME
 from zhooks import tree
 from zhooks.layout import UnitPlan, inner_units, mark_of
+from zhooks.tensor import hash_of
 from zhooks.unit.flat import Flat
 
 
@@ -126,7 +127,7 @@ class Unit:
         self._shown = [(view, mark_of(view)) for group in values for view in group]
         if torch.is_grad_enabled() not in self._compared:
             self._compared.add(torch.is_grad_enabled())
-            self._sums = [(name, words, int(words.sum())) for flat in self.flats for name, words in _words_of(flat)]
+            self._sums = [(name, value, hash_of(value)) for flat in self.flats for name, value in _copies_of(flat)]
 
     def end_show(self, *, failed: bool) -> None:
         """Let go of what was shown, and refuse a write into it: where it is a copy, it would be lost.
@@ -144,8 +145,8 @@ class Unit:
         for (view, mark), (flat, name) in zip(shown, names, strict=True):
             if (now := mark_of(view)) != mark and (now[1] != mark[1] or not flat.buffer.in_full):
                 raise _lost(name)
-        for name, words, before in sums:
-            if int(words.sum()) != before:
+        for name, value, before in sums:
+            if hash_of(value) != before:
                 raise _lost(name)
 
     def hide(self) -> None:
@@ -156,14 +157,12 @@ class Unit:
             module.hide()
 
 
-def _words_of(flat: Flat) -> Iterator[tuple[str, Tensor]]:
-    """The gathered values of each parameter as integers, where the full buffer is a copy that a release drops."""
+def _copies_of(flat: Flat) -> Iterator[tuple[str, Tensor]]:
+    """The gathered values of each parameter, where the full buffer is a copy that a release drops."""
     if flat.buffer.in_full or flat.full is None or flat.kind.device.type == NAME:
         return
-    words = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.full.element_size(), torch.int64)
-    with torch.no_grad():
-        for start, spec in zip(flat.layout.starts, flat.specs, strict=True):
-            yield spec.name, flat.full[start : start + spec.part_shape.numel()].view(words)
+    for start, spec in zip(flat.layout.starts, flat.specs, strict=True):
+        yield spec.name, flat.full[start : start + spec.part_shape.numel()].detach()
 
 
 def _lost(name: str) -> ShardedOpError:

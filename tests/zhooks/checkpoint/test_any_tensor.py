@@ -150,7 +150,7 @@ def test_states_that_exceed_a_budget_are_refused_before_anything_is_loaded(tier:
     small = {"optimizer": {"tier": tier}, "budget": {tier: "100KiB"}, "disk": {"path": str(tmp_path / "scratch")}}
     model, attachment, optimizer = run(1, **small)
     before = full(model)
-    with pytest.raises(zhooks.CheckpointError, match=rf"room for the optimizer's states on their tiers, found: {tier} tier"):
+    with pytest.raises(zhooks.CheckpointError, match=rf"memory for the optimizer's states on their tiers, found: {tier} tier"):
         attachment.load(tmp_path / "run", optimizer)
     assert all(map(equal, full(model), before)) and not optimizer.state
 
