@@ -75,7 +75,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, virtual_ranks: Pool) -> Path:
     (folder / "job.py").write_text(JOB)
     (folder / "train.py").write_text(TRAIN)
     failed = python("-m", "zprof", "run", "-o", "real.zprof", "train.py", "{}", at=folder)
-    assert failed.returncode == 1 and "[budget] device: " in failed.stderr, failed.stderr
+    assert failed.returncode == 1 and "[budget] device is too small" in failed.stderr, failed.stderr
     policy = {"text": json.dumps({"stage": 3, "units": {"min_numel": 0}})}
     # What the job's large batch takes is more than this GPU had.
     words = "CUDA out of memory. Tried to allocate 32.00 MiB."
@@ -112,7 +112,7 @@ def test_without_a_job_what_is_offered_says_that_it_was_not_tried(made: Path) ->
 def test_what_the_simulator_says_of_a_real_run_s_remedies_is_so(made: Path) -> None:
     found = body(made, "real")
     assert result(made, "real")["code"] == 0 and found["failure"]["bound"] == "[budget] device"
-    assert found["as_it_ran"]["tried"] and not found["as_it_ran"]["fits"] and "[budget] device: " in found["as_it_ran"]["why"]
+    assert found["as_it_ran"]["tried"] and not found["as_it_ran"]["fits"] and "[budget] device is" in found["as_it_ran"]["why"]
     changes = {each["what"]: each for each in found["changes"] if each["tried"]}
     chosen = changes['[optimizer] tier = "host"']
     assert chosen["fits"] and chosen["step_s"] > 0 and chosen["host_bytes"] >= 2 * MIB and chosen["device_bytes"] < 4 * MIB

@@ -327,7 +327,7 @@ def test_a_device_that_does_not_compute_here_is_refused_in_one_line(name: str, s
 def test_cuda_without_cuda_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a CUDA build without a driver says so before it is asked
-        with pytest.raises(CapabilityError, match="device cuda. Expected one that is available, found none; install"):
+        with pytest.raises(CapabilityError, match=r"device cuda. Expected one that is available, found none; install"):
             open_device(torch.device("cuda"))
 
 

@@ -95,7 +95,7 @@ def test_older_files_are_read_and_what_they_lack_is_said(module: SimpleNamespace
 
 def test_a_type_whose_module_keeps_no_random_state_is_refused_by_what_is_missing(module: SimpleNamespace) -> None:
     del module.get_rng_state, module.set_rng_state
-    with pytest.raises(CapabilityError, match=r"expected torch\.maia\.get_rng_state, found none"):
+    with pytest.raises(CapabilityError, match=r"Expected torch\.maia\.get_rng_state, found none"):
         random_state(MAIA)
     # MPS has one device, and names none.
     kept: list[Tensor] = []

@@ -5,6 +5,7 @@ pytest runs it, on one and two ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,11 +78,15 @@ class Unprepared(torch.optim.Optimizer):
 
 @on_ranks(2)
 def test_what_a_trial_met_is_said_in_words() -> None:
-    for made, words in ((Noisy, "its step draws random numbers"), (Unprepared, "'mask'.*reads a state .* no step has made")):
+    cases: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+        "its step draws random numbers": lambda params: Noisy(params, {}),
+        "'mask'.*reads a state .* no step has made": Unprepared,
+    }
+    for words, made in cases.items():
         model = net()
         zhooks.attach(model, policy=POLICY)
-        optimizer = made(matrices(model), {}) if made is Noisy else made(matrices(model))
-        with pytest.raises(zhooks.ShardedOpError, match=rf"^{made.__name__} cannot train this model\. .*{words}"):
+        optimizer = made(matrices(model))
+        with pytest.raises(zhooks.ShardedOpError, match=rf" cannot train this model\. .*{words}"):
             train(model, optimizer, [0])
 
 

@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from offload.bounded_calls import BoundedCalls, NoAnswer
 from offload.regular_files import open_regular
@@ -122,7 +122,7 @@ class _Store:
         self._where, self._calls = f"the store at {at.host}:{at.port}", BoundedCalls()
         store = self._made(lambda: TCPStore(at.host, at.port, None, False, to_connect, wait_for_workers=False))
         store.set_timeout(timedelta(seconds=_CALL_S))
-        self._store = PrefixStore(f"zprof/gather/{at.attempt}", store)
+        self._store: Any = PrefixStore(f"zprof/gather/{at.attempt}", store)
 
     def _made(self, call: Callable[[], T], waits_s: float = 0.0) -> T:
         try:
