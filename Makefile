@@ -55,7 +55,7 @@ train: setup
 
 lint: setup
 	$(RUN) -m ruff check .
-	$(RUN) -m mypy --strict zhooks offload tools/zprof tests benchmarks
+	$(RUN) -m mypy --strict zhooks offload tools/zprof tests benchmarks examples/finetune.py examples/lora.py
 
 # Two processes: most tests wait for other ranks, for disks or for children, so one alone leaves the cores idle. Hundreds of the
 # programs that tests start import the packages, which are compiled once unless the environment forbids it.

@@ -39,9 +39,12 @@ class Windows(Dataset[dict[str, Tensor]]):
 def language_model(layers: int, width: int) -> LlamaForCausalLM:
     """The same weights on every rank."""
     torch.manual_seed(0)
-    heads = {"num_attention_heads": width // 16, "num_key_value_heads": width // 16}
-    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=256, tie_word_embeddings=True, **heads, **sizes))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256, tie_word_embeddings=True, num_attention_heads=width // 16, num_key_value_heads=width // 16,
+            hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
+        )
+    )  # fmt: skip
 
 
 @click.command(context_settings={"show_default": True})
@@ -64,13 +67,15 @@ def main(steps: int, batch: int, layers: int, width: int, context: int, policy: 
     train, model = Windows(corpus.train, context), language_model(layers, width)
     trainer = Trainer(model, arguments, train_dataset=train, eval_dataset=held_out, zhooks=policy)
     before = trainer.evaluate()["eval_loss"]
-    # The model is attached by now. Activations are counted from the first call on.
-    trainer.attachment.memory()
+    attachment = trainer.attachment
+    assert attachment is not None, "the first evaluation attaches the model"
+    # Activations are counted from the first call on.
+    attachment.memory()
     trainer.train()
     after = trainer.evaluate()["eval_loss"]
     trainer.save_model(out)
     if trainer.is_world_process_zero():
-        click.echo(trainer.attachment.memory())
+        click.echo(attachment.memory())
         click.echo(f"held-out loss {before:.3f} before and {after:.3f} nats per byte after training; the model is in {out}/")
 
 

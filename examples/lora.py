@@ -39,7 +39,8 @@ def main(steps: int, batch: int, layers: int, width: int, lora_rank: int, contex
             raise click.UsageError(f"--batch: expected a multiple of the {world} ranks, found {batch}")
         corpus = read_corpus(source, max_nbytes=16 << 20, min_nbytes=batch + context)
         adapters = peft.LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = peft.get_peft_model(language_model(layers, width).to(device, torch.bfloat16), adapters)
+        base: torch.nn.Module = language_model(layers, width)
+        model = peft.get_peft_model(base.to(device, torch.bfloat16), adapters)
         attachment = zhooks.attach(model, policy={"stage": 3})
         # From now on, the activations of every step are counted.
         attachment.memory()
