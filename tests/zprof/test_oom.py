@@ -602,7 +602,7 @@ def test_states_that_attach_or_apply_refuses_have_the_tier_proposed_that_holds_t
 def test_of_a_policy_that_apply_refuses_nothing_is_proposed_from_what_is_held_under_another(tmp_path: Path) -> None:
     said, _ = of_call("apply", tmp_path)
     assert ", in apply: limit 1 MiB" in said[0]
-    assert said[-1].startswith("no change of the policy follows from what was recorded; the error says: [budget] device: ")
+    assert said[-1].startswith("no change of the policy follows from what was recorded; the error says: [budget] device is too")
 
 
 SMALL = """
