@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from tests.parity import oracle, run
-from tests.parity.cells import BY_NAME, FACTORS, ON_ACCELERATOR, Cell, cell_of, pairwise, sample, why_excluded
+from tests.parity.cells import BY_NAME, FACTORS, ON_ACCELERATOR, Cell, Row, cell_of, pairwise, sample, why_excluded
 from tests.parity.closeness import EXACT, REORDERED, differences, state_differences, tolerance_of
 from tests.support.ranks import Pool
 
@@ -23,16 +23,10 @@ SAMPLED = [pytest.param(cell_of(row).name, id=cell_of(row).name) for row in samp
 
 
 ACCELERATED = [pytest.param(cell_of(row).name, id=cell_of(row).name) for row in pairwise(ON_ACCELERATOR, why_excluded)]
-PRODUCT = [
-    pytest.param(cell.name, id=cell.name)
-    for stage, tier, precision, activation, world, device in itertools.product(
-        *(ON_ACCELERATOR[factor] for factor in ("stage", "tier", "precision", "activation", "world", "device"))
-    )
-    if isinstance(stage, int) and isinstance(world, int)
-    for cell in [
-        Cell("gpt", stage, str(precision), world, "twice", optimizer="adamw", tier=str(tier), activation=str(activation), device=str(device))
-    ]
-]
+PRODUCT_FACTORS = ("stage", "tier", "precision", "activation", "world", "device")
+EVERY = itertools.product(*(ON_ACCELERATOR[factor] for factor in PRODUCT_FACTORS))
+TRAINED: Row = {"model": "gpt", "accumulation": "twice", "optimizer": "adamw"}
+PRODUCT = [cell_of(TRAINED | dict(zip(PRODUCT_FACTORS, choices, strict=True))).name for choices in EVERY]
 
 
 @pytest.mark.parametrize("name", COVERING)
