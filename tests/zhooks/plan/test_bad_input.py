@@ -91,7 +91,7 @@ def test_a_policy_file_is_refused_with_its_line(tmp_path: Path) -> None:
 @on_ranks(1)
 def test_a_pattern_that_matches_no_module_is_refused() -> None:
     model = net()
-    words = "[units] ... expected Block to match a module, found none ... BatchNorm1d, Linear"
+    words = "[units] needs Block to match a module, found none ... BatchNorm1d, Linear"
     refused(zhooks.AttachError, words, lambda: zhooks.attach(model, policy={"units": {"classes": ["Block"]}}), model)
 
 
