@@ -33,8 +33,10 @@ class Materializer:
         init: Callable[[nn.Module], None] | None,
         sync: bool,
         ignored: Ignored,
+        gives: bool,
     ) -> None:
-        self._ignored = ignored
+        """``gives``: other ranks are made equal to this one, or none is to another; it alone must write every value."""
+        self._ignored, self._gives = ignored, gives
         self.model, self.device, self.sync = model, device, sync
         self._init = init
         self._done: set[int] = set()
@@ -101,7 +103,7 @@ class Materializer:
         assert initialise is not None
         with torch.no_grad():
             for name, table, key in self._unmarked.get(id(module), ()):
-                if id(table[key]) not in self._seen and part_of(table[key]).numel():
+                if self._gives and id(table[key]) not in self._seen and part_of(table[key]).numel():
                     self._seen.add(id(table[key]))
                     memory = _bytes_of(part_of(table[key])).fill_(_UNWRITTEN)
                     self._marked.append((name, table, key, memory))

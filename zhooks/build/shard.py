@@ -51,7 +51,8 @@ def build_units(plan: Plan, context: BuildContext, units: list[Unit]) -> None:
     forget_idle_graphs()
     with all_or_none(context.comm.stage, "attach"):
         scratch = scratch_for(plan.units, context.pool.bound, request.device)
-    materializer = Materializer(request.model, request.device, request.init, request.sync, request.ignored)
+    gives = not request.sync or context.comm.world.axis.rank == 0
+    materializer = Materializer(request.model, request.device, request.init, request.sync, request.ignored, gives)
     with loose_references(request.model):
         for unit in plan.units:
             units.append(Unit(unit))
