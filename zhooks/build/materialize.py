@@ -124,7 +124,7 @@ class Materializer:
         if left:
             by = "init" if self._init is not None else "reset_parameters and _init_weights"
             raise AttachError(
-                f"attach: expected {by} to fill every parameter and buffer of a model on meta, found nothing written to "
+                f"attach needs {by} to fill every parameter and buffer of a model on meta, found nothing written to "
                 f"{', '.join(left[:5])}{' ...' if len(left) > 5 else ''}. A value computed in __init__ is lost on meta: pass "
                 "init=function(module) that computes it."
             )

@@ -260,7 +260,7 @@ def test_a_write_that_went_elsewhere_or_nowhere_is_noticed(disk: DiskFile, io: F
     lost = disk.allocate(CHECK, "lost")
     disk.write(lost, pattern(CHECK, 4)).wait()
     for extent, key in ((one, "one"), (two, "two"), (lost, "lost")):
-        with pytest.raises(TierError, match=f"cannot read {key} .*expected checksum"):
+        with pytest.raises(TierError, match=f"cannot read {key} .*Expected checksum"):
             disk.read(extent, aligned(CHECK)).wait()
 
 
@@ -274,7 +274,7 @@ def test_a_source_that_changes_during_its_write_is_noticed(disk: DiskFile, io: F
     extent = disk.allocate(CHECK, "b")
     io.on_write = fault
     disk.write(extent, source).wait()
-    with pytest.raises(TierError, match="expected checksum"):
+    with pytest.raises(TierError, match="Expected checksum"):
         disk.read(extent, aligned(CHECK)).wait()
 
 

@@ -239,7 +239,7 @@ def test_bytes_that_have_changed_are_refused_and_those_before_them_are_right(dis
     places = [KeptRange(each, 0, NBYTES) for each in kept]
     ahead = ReadAhead(places)
     assert torch.equal(whole(ahead, places[0]), pattern(0))
-    with pytest.raises(TierError, match="expected checksum"):
+    with pytest.raises(TierError, match="Expected checksum"):
         whole(ahead, places[1])
     ahead.close()
     for each in kept:
