@@ -275,7 +275,7 @@ def test_a_library_that_is_missing_or_too_old_is_named_with_the_command_that_ins
 
     with pytest.raises(zhooks.CapabilityError, match=r"not-there >= 1\.2, found none\. Run `pip install 'zhooks\[x\]'` "):
         require("x", "not-there", (1, 2))
-    with pytest.raises(zhooks.CapabilityError, match=r"expected pytest >= 999\.0, found \d"):
+    with pytest.raises(zhooks.CapabilityError, match=r"needs pytest >= 999\.0, found \d"):
         require("x", "pytest", (999, 0))
 
 
