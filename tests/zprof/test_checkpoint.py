@@ -264,7 +264,7 @@ def test_every_damaged_file_is_named_and_nothing_is_converted(copied: Path, tmp_
     second.unlink()
     result = zprof("checkpoint", "verify", copied)
     assert result.exit_code == 1 and result.stdout == ""
-    assert [line.partition(":")[0] for line in result.stderr.splitlines()] == [str(first), str(second)]
+    assert [line.partition(". ")[0] for line in result.stderr.splitlines()] == [f"Cannot read {first}", f"Cannot read {second}"]
     assert zprof("checkpoint", "convert", copied, "-o", tmp_path / "m.safetensors").exit_code == 1
     assert [path.name for path in tmp_path.iterdir() if path.is_file() or path != copied] == []
 

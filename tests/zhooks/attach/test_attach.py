@@ -169,7 +169,7 @@ def test_who_takes_the_attachment_for_the_model_is_told_to_keep_using_the_model(
         attachment(batch(0))
     with pytest.raises(AttributeError, match=r"keep using the model: model\.parameters\."):
         attachment.parameters()
-    with pytest.raises(AttributeError, match=r"found nothing_of_ours\.$"):
+    with pytest.raises(AttributeError, match=r"has no attribute nothing_of_ours\.$"):
         attachment.nothing_of_ours()
     assert attachment.state_dict()["model"].keys() == model.state_dict().keys()
 

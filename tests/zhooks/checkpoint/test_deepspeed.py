@@ -127,13 +127,13 @@ def test_other_optimizers_and_groups_are_refused_by_name(tmp_path: Path) -> None
     groups = program().groups(run.model)
     assert "has no momentum" in refused(run, path, torch.optim.SGD(groups, lr=1.0))
     assert "decoupled_weight_decay = True, found False" in refused(run, path, torch.optim.Adam(groups, lr=1.0))
-    assert "expected 2 parameter groups, found 1 here" in refused(run, path, torch.optim.AdamW(run.model.parameters()))
+    assert "Expected 2 parameter groups, found 1 here" in refused(run, path, torch.optim.AdamW(run.model.parameters()))
     turned = [{**groups[0], "params": groups[1]["params"]}, {**groups[1], "params": groups[0]["params"]}]
     assert "group 0 with 3 parameters, found 4 here" in refused(run, path, torch.optim.AdamW(turned))
-    assert "expected one optimizer, found 2 here" in refused(run, path, [run.optimizer, torch.optim.AdamW(turned)])
+    assert "Expected one optimizer, found 2 here" in refused(run, path, [run.optimizer, torch.optim.AdamW(turned)])
     run.attachment.load(path, ())
     assert not run.optimizer.state
-    with pytest.raises(CheckpointError, match="expected one optimizer, found 0 here"):
+    with pytest.raises(CheckpointError, match="Expected one optimizer, found 0 here"):
         zhooks.attach(program().Net(), policy={"stage": 2}).load(path)
 
 

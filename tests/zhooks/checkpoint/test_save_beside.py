@@ -436,7 +436,7 @@ def test_the_end_of_the_program_waits_and_says_what_failed(tmp_path: Path, disk:
     if disk == "free":
         assert Run({"stage": 3}).attachment.load(tmp_path / "run", (), objects={}) == {"step": 1} and not done.stderr
     else:
-        assert "nothing was committed: save " in done.stderr and os.listdir(tmp_path) == []
+        assert "nothing was committed: Cannot save " in done.stderr and os.listdir(tmp_path) == []
 
 
 # ---- ranks that agree by files

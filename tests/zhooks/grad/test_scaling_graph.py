@@ -210,8 +210,8 @@ REFUSED: dict[str, tuple[Callable[[Model, Tensor, Tensor], None], type[Exception
     "smuggled": (smuggled, zhooks.ScaleError, r"shape \[32\] that requires grad and did not enter"),
     "graph_of_gradients": (graph_of_gradients, zhooks.ShardedOpError, "create_graph=True"),
     "closure": (closure, zhooks.ShardedOpError, "expected a step without a closure"),
-    "scaler_beside": (scaler_beside, zhooks.ScaleError, "either it or .precision. loss_scale, found both"),
-    "fused_beside": (fused_beside, zhooks.ScaleError, "either it or .precision. loss_scale, found both"),
+    "scaler_beside": (scaler_beside, zhooks.ScaleError, "either torch.amp.GradScaler or .precision. loss_scale, found both"),
+    "fused_beside": (fused_beside, zhooks.ScaleError, "either torch.amp.GradScaler or .precision. loss_scale, found both"),
     "checkpointed_function": (checkpointed_function, zhooks.ScaleError, "use_reentrant=False"),
 }
 

@@ -111,9 +111,9 @@ def test_a_trainer_goes_on_on_another_number_of_ranks(ranks: Ranks, tmp_path: Pa
 def test_a_trainer_whose_steps_are_of_other_examples_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     ranks(1).run(f"{__name__}:trains", path=str(tmp_path))
     for match, chosen in (
-        (r"expected 8 examples per step, as in the checkpoint \(1 rank\), found 16", {"examples": 16}),
+        (r"Expected 8 examples per step, as in the checkpoint \(1 rank\), found 16", {"examples": 16}),
         # The two ranks divide each batch of 2.
-        (r"expected 8 examples .* \(1 rank\), found 4", {"examples": 8, "accelerator_config": {"split_batches": True}}),
+        (r"xpected 8 examples .* \(1 rank\), found 4", {"examples": 8, "accelerator_config": {"split_batches": True}}),
         (r"under group_by_length depends", {"examples": 8, "train_sampling_strategy": "group_by_length"}),
     ):
         ranks(2).run(f"{__name__}:is_refused", path=str(tmp_path), match=match, chosen=chosen)
@@ -170,7 +170,7 @@ def state_is_refused(path: str) -> None:
     with launched():
         script = Script(batch=4)
         before = values(script.model)
-        with pytest.raises(zhooks.CheckpointError, match=r"expected 4 examples per step on each rank, .* found 8"):
+        with pytest.raises(zhooks.CheckpointError, match=r"xpected 4 examples per step on each rank, .* found 8"):
             script.accelerator.load_state(path)
         assert all(torch.equal(*pair) for pair in zip(values(script.model), before, strict=True))
 
