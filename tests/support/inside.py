@@ -124,6 +124,11 @@ def has_arrived(lease: Any) -> bool:
     return done
 
 
+def await_arrival(lease: Any) -> None:
+    """Wait on the host for the copy of what a lease is for."""
+    lease._arriving.synchronize()
+
+
 def disk_of(store: Store) -> DiskFile:
     """The scratch file of a store whose disk is a real one."""
     assert isinstance(store.disk, DiskFile)

@@ -41,7 +41,7 @@ def on_ranks(*worlds: Any, limit_s: float = LIMIT_S, **choices: tuple[Any, ...])
         def test(world: int, chosen: dict[str, Any], ranks: Callable[[int], Pool]) -> None:
             ranks(world).run(f"{job.__module__}:{job.__name__}.job", limit_s=max(limit_s, LIMIT_S), **chosen)
 
-        return _named(test, job)
+        return as_test(test, job)
 
     return decorate
 
@@ -59,12 +59,13 @@ def on_accelerators(*worlds: Any, limit_s: float = LIMIT_S, **choices: tuple[Any
         def test(world: int, chosen: dict[str, Any], accelerators: Callable[[int], Pool]) -> None:
             accelerators(world).run(f"{job.__module__}:{job.__name__}.job", limit_s=max(limit_s, LIMIT_S), **chosen)
 
-        return _named(test, job)
+        return as_test(test, job)
 
     return decorate
 
 
-def _named(test: Any, job: Job) -> Any:
+def as_test(test: Any, job: Job) -> Any:
+    """``test`` under the name of ``job``, which a rank finds as its attribute."""
     test.__name__ = test.__qualname__ = job.__name__
     test.__module__, test.__doc__ = job.__module__, job.__doc__
     test.job = job
