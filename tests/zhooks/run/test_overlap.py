@@ -1,0 +1,103 @@
+"""Communication and copies overlap with compute: what the streams of the asynchronous accelerator did, in its own time.
+
+A unit's forward is 24 sines between two matrix products: longer than its gather, its reduction or its copy. The products say
+where it begins and ends. Times follow from the accelerator's costs, so they are the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import zhooks
+from tests.support.on_ranks import folder, on_accelerators
+from tests.support.schedules import native
+
+UNITS, SINES, DIM = 6, 24, 32
+CELLS = ("parameter", "gradient", "optimizer")
+
+
+class Row(NamedTuple):
+    """What one stream did at one time."""
+
+    device: int
+    stream: int
+    name: str
+    start_us: float
+    end_us: float
+
+
+class Block(nn.Module):
+    def __init__(self, sines: int) -> None:
+        super().__init__()
+        self.first, self.last, self.sines = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), sines
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(self.sines):
+            x = x.sin()
+        return self.last(x)
+
+
+@contextmanager
+def training(sines: int, path: Path, clip: bool = False, **policy: Any) -> Iterator[Callable[[], None]]:
+    """A step of training under ``policy``, called three times already: the order of units is known."""
+    device = f"accel:{native().current_device()}"
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Block(sines) for _ in range(UNITS))).to(device)
+    units = {"classes": ["Block"], "min_numel": 0}
+    attachment = zhooks.attach(net, policy={"units": units, "disk": {"path": str(path)}, **policy})
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    x = torch.ones(4, DIM, device=device, requires_grad=True)
+
+    def step() -> None:
+        net(x).square().mean().backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    torch.accelerator.synchronize()
+    yield step
+    attachment.detach()
+
+
+def traced(step: Callable[[], None]) -> list[Row]:
+    native().set_tracing(True)
+    step()
+    torch.accelerator.synchronize()
+    native().set_tracing(False)
+    return [row for row in map(Row._make, native().take_trace()) if row.device == native().current_device()]
+
+
+@on_accelerators(2, tier=("device", "host"))
+def test_gathers_and_copies_of_the_next_unit_begin_before_the_compute_of_this_one_ends(tier: str) -> None:
+    with folder() as path, training(SINES, path, stage=3, **{cell: {"tier": tier} for cell in CELLS}) as step:
+        rows = traced(step)
+    forward = [row.end_us for row in rows if row.name == "addmm"][1::2]
+    # Two products a layer, of the gradients of its weight and of its input.
+    backward = [row.end_us for row in rows if row.name == "mm"][3::4]
+    assert len(forward) == len(backward) == UNITS
+    for name in ("all_gather", "copy h2d") if tier == "host" else ("all_gather",):
+        begun = [row.start_us for row in rows if row.name == name]
+        ahead, back = [at for at in begun if at < forward[-1]], [at for at in begun if forward[-1] <= at < backward[-1]]
+        assert len(ahead) == UNITS
+        assert all(following < ends for following, ends in zip(ahead[1:], forward, strict=False)), (name, ahead, forward)
+        # The last units of a forward are kept for its backward, which gathers the others.
+        kept = UNITS - len(back)
+        assert 0 < kept <= 2
+        over = backward[kept - 1 :]
+        assert all(following < ends for following, ends in zip(back, over, strict=False)), (name, back, over)
+    reductions = [row for row in rows if row.name == "reduce_scatter"]
+    assert len(reductions) == UNITS
+    last = max(row.end_us for row in rows if row.name == "mm")
+    assert all(row.end_us < last for row in reductions[:-1])
+    compute = next(row.stream for row in rows if row.name == "mm")
+    assert all(row.stream != compute for row in reductions)
