@@ -74,7 +74,7 @@ def traced(step: Callable[[], None]) -> list[Row]:
     step()
     torch.accelerator.synchronize()
     native().set_tracing(False)
-    return [row for row in map(Row._make, native().take_trace()) if row.device == native().current_device()]
+    return [row for row in (Row(*one) for one in native().take_trace()) if row.device == native().current_device()]
 
 
 @on_accelerators(2, tier=("device", "host"))
@@ -101,3 +101,30 @@ def test_gathers_and_copies_of_the_next_unit_begin_before_the_compute_of_this_on
     assert all(row.end_us < last for row in reductions[:-1])
     compute = next(row.stream for row in rows if row.name == "mm")
     assert all(row.stream != compute for row in reductions)
+
+
+#: What may rest on a tier at each stage.
+PLACED = {0: CELLS, 1: CELLS[2:], 2: CELLS[1:], 3: CELLS}
+#: How often the host waits for the accelerator in a step, by tier and clipping, at stage 0 to 3; docs/architecture.md has it.
+#: On disk it depends on when requests end: twice what was seen.
+HOST_WAITS = {
+    ("device", False): (0, 0, 0, 0),
+    ("device", True): (0, 0, 0, 0),
+    ("host", False): (24, 12, 18, 24),
+    ("host", True): (42, 12, 36, 42),
+    ("disk", False): (104, 56, 80, 104),
+    ("disk", True): (220, 56, 144, 168),
+}
+
+
+@on_accelerators(2, tier=("device", "host", "disk"), clip=(False, True))
+def test_the_host_waits_for_the_accelerator_no_more_often_in_a_step_than_is_written_down(tier: str, clip: bool) -> None:
+    found = []
+    for stage, placed in PLACED.items():
+        cells = {cell: {"tier": tier} for cell in placed}
+        with folder() as path, training(1, path, clip, stage=stage, **cells) as step:
+            native().reset_host_waits()
+            step()
+            found.append(sum(native().host_waits().values()))
+            torch.accelerator.synchronize()
+    assert all(now <= before for now, before in zip(found, HOST_WAITS[tier, clip], strict=True)), found
