@@ -362,7 +362,12 @@ void reused(const c10::Stream& stream, char* address, size_t nbytes) {
       still.push_back(range);
       continue;
     }
-    line.reused.push_back({first, static_cast<size_t>(last - first)});
+    if (all.mode == Mode::Eager && line.entries.empty()) {
+      // What overwrote it has run: another stream's write that follows at once stays.
+      std::memset(kernel_address(first), 0xff, static_cast<size_t>(last - first));
+    } else {
+      line.reused.push_back({first, static_cast<size_t>(last - first)});
+    }
     if (range.address < first) still.push_back({range.address, static_cast<size_t>(first - range.address)});
     if (last < range.address + range.nbytes) still.push_back({last, static_cast<size_t>(range.address + range.nbytes - last)});
   }
