@@ -1,14 +1,14 @@
 """The calls of offload and zhooks that order streams, found in their sources, and the packages with one of them taken out.
 
-run.py takes them out one at a time; test_mutants.py holds the list to be what it should.  A call is changed where it stands,
-by giving its function other code, so that no other call of the same method is touched.
+run.py and accelerated.py take them out one at a time; the tests hold the list to be what it should.  A call is changed where it
+stands, by giving its function other code, so that no other call of the same method is touched.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -21,30 +21,52 @@ from tests.support.paths import ROOT
 #: What orders streams, or the host after them: the method's name, and what it may be called on ("" is anything).
 METHODS = {
     "wait_event": "",
+    "wait_stream": "",
+    "record_stream": "",
+    "block_current_stream": "",
     "record": "event",
     "keep": "calls",
     "synchronize": "",
     "wait": "",
     "join": "",
     "append": "self._in_flight[stream]",
+    "used": "self._uses",
+    "filled": "self._uses",
+    "given": "self._uses",
+    "work": "self._streams",
+    "end": "self._streams",
 }
 #: The same as plain functions.
 FUNCTIONS = frozenset({"keep", "_order"})
+#: An argument that says what comes first.
+MARK = "after"
 
-#: What is not looked at, by how its path begins, and why.
-ELSEWHERE = {
+#: What no device runs, by how its path begins, and why.
+NOWHERE = {
     "offload/virtual/": "the virtual device itself",
     "offload/device/virtual.py": "the virtual device itself",
-    "zhooks/comm/virtual.py": "the virtual device itself",
+    "zhooks/comm/virtual": "the virtual device itself",
     "zhooks/simulation/": "the virtual device itself",
     "zhooks/planning/": "a search, which runs nothing",
     "offload/device/cpu.py": "threads of the host, on a CPU alone",
     "offload/device/clock.py": "times of streams: nobody uses what comes after its events",
     "offload/threads.py": "threads of the host",
     "offload/disk/": "threads and files of a real disk",
-    "offload/shards/": "checkpoints, which need values",
+    "offload/shards/": "threads and files of a real disk",
+    "zhooks/checkpoint/background.py": "threads of the host",
+    "zhooks/checkpoint/saved_ranges.py": "sorts dimensions",
+}
+#: What the virtual device does not run in addition.
+ELSEWHERE = NOWHERE | {
     "zhooks/checkpoint/": "checkpoints, which need values",
     "zhooks/comm/": "the transports of real ranks",
+}
+#: What the accelerator does not run in addition.
+NOT_ON_ACCELERATOR = NOWHERE | {
+    "zhooks/comm/p2p.py": "ranks on the CPU",
+    "zhooks/comm/shared_memory.py": "ranks on the CPU",
+    "zhooks/comm/transport.py": "ranks on the CPU: a backend with streams sums in one call",
+    "zhooks/integrations/": "other libraries: torchft's transports, files between ranks on the CPU",
 }
 
 
@@ -69,6 +91,8 @@ class Site:
 
 def orders(call: ast.Call) -> bool:
     """Whether it is one of them."""
+    if any(keyword.arg == MARK for keyword in call.keywords):
+        return True
     match call.func:
         case ast.Name(id=name):
             return name in FUNCTIONS
@@ -78,11 +102,12 @@ def orders(call: ast.Call) -> bool:
 
 
 @cache
-def sites() -> tuple[Site, ...]:
-    """All of them, in the order of files and lines."""
+def sites(*, on_accelerator: bool = False) -> tuple[Site, ...]:
+    """All of them that the virtual device may run, or the accelerator, in the order of files and lines."""
+    elsewhere = tuple(NOT_ON_ACCELERATOR if on_accelerator else ELSEWHERE)
     files = sorted((*(ROOT / "offload").rglob("*.py"), *(ROOT / "zhooks").rglob("*.py")))
     paths = [file.relative_to(ROOT).as_posix() for file in files]
-    return tuple(site for path in paths if not path.startswith(tuple(ELSEWHERE)) for site in _sites_of(path))
+    return tuple(site for path in paths if not path.startswith(elsewhere) for site in _sites_of(path))
 
 
 def _sites_of(path: str) -> Iterator[Site]:
@@ -139,9 +164,17 @@ def without(site: Site) -> Iterator[None]:
         yield
 
 
+#: Methods that return nothing.
+_STATEMENTS = frozenset({"keep", "append", "record_stream", "used", "filled", "given"})
+
+
 def _nothing(call: ast.Call) -> ast.expr:
-    if not isinstance(call.func, ast.Attribute) or call.func.attr in ("keep", "append"):
+    if any(keyword.arg == MARK for keyword in call.keywords):
+        return ast.Call(call.func, call.args, [keyword for keyword in call.keywords if keyword.arg != MARK])
+    if not isinstance(call.func, ast.Attribute) or call.func.attr in _STATEMENTS:
         return ast.Constant(None)
+    if ast.unparse(call.func.value) == "self._streams":
+        return ast.parse("__import__('contextlib').nullcontext()", mode="eval").body
     owner = call.func.value
     # A lease's ``wait`` returns what it has waited for.
     text = "(lambda work: getattr(work, 'values', None))()"
@@ -152,10 +185,10 @@ def _nothing(call: ast.Call) -> ast.expr:
 
 
 @contextmanager
-def counted(reached: set[Site]) -> Iterator[None]:
-    """Inside, each call that is made is added."""
+def counted(reached: set[Site], among: Iterable[Site]) -> Iterator[None]:
+    """Inside, each call of these that is made is added."""
     by_path: dict[str, list[Site]] = {}
-    for site in sites():
+    for site in among:
         by_path.setdefault(site.path, []).append(site)
 
     def noting(here: Site, call: ast.Call) -> ast.expr:
@@ -177,7 +210,8 @@ def counted(reached: set[Site]) -> Iterator[None]:
 
 
 def _noter(reached: set[Site], here: list[Site]) -> Callable[[int], None]:
-    return lambda number: reached.add(here[number])
+    by_number = {site.number: site for site in here}
+    return lambda number: reached.add(by_number[number])
 
 
 @contextmanager

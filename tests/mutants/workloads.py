@@ -1,6 +1,7 @@
-"""What is trained on the virtual device while a call is missing: policies and loops that between them make every call.
+"""What is trained while a call is missing: policies and loops that between them make every call.
 
-run.py runs them by name.  Each is what a user writes; what it computes is not looked at, for there is no data.
+run.py runs them by name on the virtual device, which has no data, and accelerated.py on the accelerator, where what they
+compute is compared.  Each is what a user writes.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,115 +19,141 @@ from torch.distributed.device_mesh import init_device_mesh
 import zhooks
 from offload.store import Mode
 from offload.tier import Tier
-from offload.virtual import Races, Stream, running
+from offload.virtual import Races
 from tests.support.inside import store_of
 from tests.support.matrix_optimizers import muon
-from tests.support.two_streams import BRANCHES, TOWERS, Switch
+from tests.support.on_ranks import place
+from tests.support.two_streams import BRANCHES, TOWERS, Switch, on_accelerator, streams
 from tests.support.virtual import machine
 from tests.support.zoo import ZOO, Specimen
 
 Policy = dict[str, Any]
-Loop = Callable[[zhooks.Attachment, nn.Module, torch.optim.Optimizer, Specimen], None]
+
 
 STEPS = 2
 
 
-def loss_of(specimen: Specimen, model: nn.Module, step: int) -> Tensor:
-    return specimen.loss(model, tuple(tensor.to("virtual") for tensor in specimen.batch(step, 0, 1)))
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A model in training.
+
+    Attributes:
+        seen: what was computed on the way, copies that nothing overwrites.
+    """
+
+    attachment: zhooks.Attachment
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    specimen: Specimen
+    device: torch.device
+    seen: list[Tensor] = field(default_factory=list)
+
+    def loss(self, step: int) -> Tensor:
+        batch = self.specimen.batch(step, *(place() if on_accelerator() else (0, 1)))
+        loss = self.specimen.loss(self.model, tuple(tensor.to(self.device) for tensor in batch))
+        self.see(loss)
+        return loss
+
+    def see(self, tensor: Tensor) -> None:
+        self.seen.append(tensor.detach().clone())
 
 
-def plain(attachment: zhooks.Attachment, model: nn.Module, optimizer: torch.optim.Optimizer, specimen: Specimen) -> None:
+Loop = Callable[[Run], None]
+
+
+def plain(run: Run) -> None:
     for step in range(STEPS):
-        loss_of(specimen, model, step).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.loss(step).backward()
+        nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
 
 
-def unclipped(attachment: zhooks.Attachment, model: nn.Module, optimizer: torch.optim.Optimizer, specimen: Specimen) -> None:
+def unclipped(run: Run) -> None:
     for step in range(STEPS):
-        loss_of(specimen, model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        run.loss(step).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
 
 
-def accumulated(attachment: zhooks.Attachment, model: nn.Module, optimizer: torch.optim.Optimizer, specimen: Specimen) -> None:
+def accumulated(run: Run) -> None:
     for step in range(STEPS):
-        with attachment.no_sync():
-            loss_of(specimen, model, step).backward()
-        loss_of(specimen, model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with attachment.accumulate():
-        loss_of(specimen, model, 0).backward()
-        loss_of(specimen, model, 1).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+        with run.attachment.no_sync():
+            run.loss(step).backward()
+        run.loss(step).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    with run.attachment.accumulate():
+        run.loss(0).backward()
+        run.loss(1).backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
 
 
-def read(attachment: zhooks.Attachment, model: nn.Module, optimizer: torch.optim.Optimizer, specimen: Specimen) -> None:
+def read(run: Run) -> None:
     """Values, gradients and states are read and written between steps, and the model is evaluated."""
-    plain(attachment, model, optimizer, specimen)
+    plain(run)
     with torch.no_grad():
-        loss_of(specimen, model, 0)
-        with attachment.resident():
-            loss_of(specimen, model, 1)
-        for param in model.parameters():
+        run.loss(0)
+        with run.attachment.resident():
+            run.loss(1)
+        for param in run.model.parameters():
             param.mul_(0.5)
-    loss_of(specimen, model, 2).backward()
-    for param in model.parameters():
+    run.loss(2).backward()
+    for param in run.model.parameters():
         assert isinstance(param, zhooks.ShardedTensor)
-        param.full_tensor()
+        run.see(param.full_tensor())
         if isinstance(param.grad, zhooks.ShardedTensor):
-            param.grad.full_tensor()
-        for state in optimizer.state[param].values():
+            run.see(param.grad.full_tensor())
+        for state in run.optimizer.state[param].values():
             if isinstance(state, zhooks.ShardedTensor):
-                state.full_tensor().add_(1)
-    optimizer.step()
-    optimizer.zero_grad()
-    with attachment.gathered():
+                run.see(state.full_tensor().add_(1))
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    with run.attachment.gathered():
         pass
-    attachment.unshard()
-    loss_of(specimen, model, 3).backward()
-    attachment.reshard()
-    optimizer.step()
+    run.attachment.unshard()
+    run.loss(3).backward()
+    run.attachment.reshard()
+    run.optimizer.step()
 
 
-def moved(attachment: zhooks.Attachment, model: nn.Module, optimizer: torch.optim.Optimizer, specimen: Specimen) -> None:
+def moved(run: Run) -> None:
     """States move between tiers, and a unit is frozen."""
-    unclipped(attachment, model, optimizer, specimen)
+    unclipped(run)
     for tier in ("disk", "device"):
-        for param in model.parameters():
+        for param in run.model.parameters():
             with torch.no_grad():
                 param.mul_(0.5)
-        attachment.apply({"units": {"min_numel": 0}, **placed(tier)})
-        unclipped(attachment, model, optimizer, specimen)
-    next(iter(model.parameters())).requires_grad_(False)
-    unclipped(attachment, model, optimizer, specimen)
+        run.attachment.apply({"units": {"min_numel": 0}, **placed(tier)})
+        unclipped(run)
+    next(iter(run.model.parameters())).requires_grad_(False)
+    unclipped(run)
 
 
-def asked(attachment: zhooks.Attachment, model: nn.Module, optimizer: torch.optim.Optimizer, specimen: Specimen) -> None:
+def asked(run: Run) -> None:
     """Gradients go to who asked for them."""
     for step in range(STEPS):
-        torch.autograd.grad(loss_of(specimen, model, step), list(model.parameters()))
+        for grad in torch.autograd.grad(run.loss(step), list(run.model.parameters())):
+            run.see(grad.full_tensor() if isinstance(grad, zhooks.ShardedTensor) else grad)
 
 
-def failing(attachment: zhooks.Attachment, model: nn.Module, optimizer: torch.optim.Optimizer, specimen: Specimen) -> None:
+def failing(run: Run) -> None:
     """An update of whole parameters raises while the next ones are on their way, and training goes on."""
-    unclipped(attachment, model, optimizer, specimen)
-    loss_of(specimen, model, 0).backward()
-    (group,) = optimizer.param_groups
+    unclipped(run)
+    run.loss(0).backward()
+    (group,) = run.optimizer.param_groups
     right, group["ns_steps"] = group["ns_steps"], 100  # which Muon refuses when it comes to the arithmetic
     with suppress(ValueError):
-        optimizer.step()
+        run.optimizer.step()
     group["ns_steps"] = right
-    optimizer.zero_grad()
-    unclipped(attachment, model, optimizer, specimen)
+    run.optimizer.zero_grad()
+    unclipped(run)
 
 
-def dropped(attachment: zhooks.Attachment, model: nn.Module, optimizer: torch.optim.Optimizer, specimen: Specimen) -> None:
+def dropped(run: Run) -> None:
     """Blocks are given back while they are being written, and their memory is used again."""
-    store = store_of(attachment)
+    store = store_of(run.attachment)
     for tier in (Tier.HOST, Tier.DISK, Tier.HOST):
         block = store.put("block", 1024, torch.float32, tier)
         with store.lease(block, Tier.DEVICE, Mode.WRITE_ALL) as values:
@@ -135,19 +162,19 @@ def dropped(attachment: zhooks.Attachment, model: nn.Module, optimizer: torch.op
         block.drop()
         for _ in range(2):
             with torch.no_grad():
-                store.put("next", 1024, torch.float32, tier).tensor(Mode.WRITE_ALL).fill_(2.0)
-    unclipped(attachment, model, optimizer, specimen)
+                run.see(store.put("next", 1024, torch.float32, tier).tensor(Mode.WRITE_ALL).fill_(2.0))
+    unclipped(run)
 
 
-def side_by_side(attachment: zhooks.Attachment, model: nn.Module, optimizer: torch.optim.Optimizer, specimen: Specimen) -> None:
+def side_by_side(run: Run) -> None:
     """Some modules run on a stream of their own, and so do their parts of backward, of which the head's is the first."""
-    with _apart(model, running().stream("second")):
-        accumulated(attachment, model, optimizer, specimen)
+    with _apart(run.model, streams().stream("second")):
+        accumulated(run)
 
 
 @contextmanager
-def _apart(model: nn.Module, second: Stream) -> Iterator[None]:
-    first = running().current
+def _apart(model: nn.Module, second: Any) -> Iterator[None]:
+    first = streams().current
     apart = [model.get_submodule(name) for name in ("blocks.0", "blocks.2", "head")]
     handles = [
         module.register_forward_pre_hook(lambda _, inputs: Switch.apply(inputs[0], first, second), prepend=True)
@@ -159,36 +186,36 @@ def _apart(model: nn.Module, second: Stream) -> Iterator[None]:
         handle.remove()
 
 
-def elsewhere(attachment: zhooks.Attachment, model: nn.Module, optimizer: torch.optim.Optimizer, specimen: Specimen) -> None:
+def elsewhere(run: Run) -> None:
     """As `side_by_side`; between steps the second stream goes on by itself, and waits for nothing of the first."""
-    here = running()
+    here = streams()
     second = here.stream("second")
 
     def step_over() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
         with here.using(second):
-            torch.empty(4096, device="virtual").fill_(1)
+            torch.empty(4096, device=run.device).fill_(1)
 
-    with _apart(model, second):
+    with _apart(run.model, second):
         for step in range(STEPS):
-            loss_of(specimen, model, step).backward()
+            run.loss(step).backward()
             step_over()
 
 
-def watching(attachment: zhooks.Attachment, model: nn.Module, optimizer: torch.optim.Optimizer, specimen: Specimen) -> None:
+def watching(run: Run) -> None:
     """Backward reads states that an update beside it is changing."""
 
     def look(module: nn.Module, *_: Any) -> None:
-        for param in model.parameters():
-            for state in optimizer.state.get(param, {}).values():
+        for param in run.model.parameters():
+            for state in run.optimizer.state.get(param, {}).values():
                 if isinstance(state, zhooks.ShardedTensor):
-                    state.to_local().sum()
+                    run.see(state.to_local().sum())
 
     # Not of what is given integers: torch warns where no input needs a gradient.
-    leaves = [module for module in model.modules() if not list(module.children()) and not isinstance(module, nn.Embedding)]
+    leaves = [module for module in run.model.modules() if not list(module.children()) and not isinstance(module, nn.Embedding)]
     handles = [module.register_full_backward_hook(look) for module in leaves]
-    unclipped(attachment, model, optimizer, specimen)
+    unclipped(run)
     for handle in handles:
         handle.remove()
 
@@ -290,16 +317,44 @@ def train(name: str) -> Races:
     races = Races()
     with machine(world=chosen.world, **chosen.costs) as made:
         made.listeners.append(races)
-        specimen = SPECIMENS[chosen.model]
         with torch.device("virtual"):
-            model = specimen.make()
-        mesh = chosen.mesh and init_device_mesh("cpu", chosen.mesh, mesh_dim_names=("replicate", "shard"))
-        attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}, **chosen.policy}, mesh=mesh)
-        with _detached_at_the_end(attachment):
-            chosen.loop(attachment, model, chosen.optimizer(model.parameters()), specimen)
-        del model, attachment
+            model = SPECIMENS[chosen.model].make()
+        _train(chosen, model, torch.device("virtual"))
+        del model
         gc.collect()
     return races
+
+
+def train_on_accelerator(name: str) -> list[Tensor]:
+    """What is computed: on the way, states at the end, and the parameters."""
+    chosen, device = WORKLOADS[name], torch.device("accel", torch.accelerator.current_device_index())
+    if chosen.model == "gpt" and chosen.loop not in (side_by_side, elsewhere, watching):
+        # It has a tenth of the kernels.
+        chosen = replace(chosen, model="mlp")
+    # Other values than rank 0's, which attach sends to all.
+    model = SPECIMENS[chosen.model].build(7 + place()[0]).to(device)
+    run = _train(chosen, model, device)
+    torch.accelerator.synchronize()
+    seen = [tensor.cpu() for tensor in (*run.seen, *(param.detach() for param in model.parameters()))]
+    del run, model
+    gc.collect()
+    return seen
+
+
+def _train(chosen: Workload, model: nn.Module, device: torch.device) -> Run:
+    if on_accelerator():
+        mesh = chosen.mesh and init_device_mesh("accel", (2, 1), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = chosen.mesh and init_device_mesh("cpu", chosen.mesh, mesh_dim_names=("replicate", "shard"))
+    attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}, **chosen.policy}, mesh=mesh)
+    with _detached_at_the_end(attachment):
+        run = Run(attachment, model, chosen.optimizer(model.parameters()), SPECIMENS[chosen.model], device)
+        chosen.loop(run)
+        for states in run.optimizer.state.values() if on_accelerator() else ():
+            for state in states.values():
+                if isinstance(state, Tensor):
+                    run.see(state.to_local() if isinstance(state, zhooks.ShardedTensor) else state)
+    return run
 
 
 @contextmanager

@@ -1,17 +1,51 @@
-"""A model for the virtual device that computes on two streams, and what takes autograd from one to the other.
+"""Models that compute on two streams of the virtual device or the accelerator, and what takes autograd from one to the other.
 
 Tests of races train it as users of CUDA streams would: a stream that begins waits for the one it was begun on, and is joined.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offload.virtual import Stream, running
+from offload.virtual import running
 from tests.support.zoo import Specimen, draw_vectors, squared
+
+
+class Streams:
+    """Those of the asynchronous accelerator (tests/accelerator), by the names that the virtual device has for the same."""
+
+    @property
+    def current(self) -> torch.Stream:
+        return torch.accelerator.current_stream()
+
+    def stream(self, name: str) -> torch.Stream:
+        return torch.Stream(torch.device("accel"))
+
+    def use(self, stream: torch.Stream) -> None:
+        torch.accelerator.set_stream(stream)
+
+    def using(self, stream: torch.Stream) -> AbstractContextManager[Any]:
+        return stream
+
+    def order(self, stream: torch.Stream, after: torch.Stream) -> None:
+        stream.wait_stream(after)
+
+    def keep(self, tensor: Tensor, stream: torch.Stream) -> None:
+        tensor.record_stream(stream)
+
+
+def streams() -> Any:
+    """Those of the device that this process has."""
+    return Streams() if on_accelerator() else running()
+
+
+def on_accelerator() -> bool:
+    """This process has the accelerator, whose autograd runs each node on the stream of its forward, and orders them."""
+    return hasattr(torch, "accel")
 
 
 class Branches(nn.Module):
@@ -21,10 +55,10 @@ class Branches(nn.Module):
         super().__init__()
         self.enter, self.leave = nn.Linear(8, 16), nn.Linear(16, 5)
         self.left, self.right = (nn.ModuleList(nn.Linear(16, 16) for _ in range(3)) for _ in range(2))
-        self.second: Stream | None = None
+        self.second: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        here = running()
+        here = streams()
         first = here.current
         self.second = second = self.second or here.stream("second")
         right = self.enter(x)
@@ -47,10 +81,10 @@ class Towers(nn.Module):
         super().__init__()
         self.enter, self.both, self.leave = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 5)
         self.left, self.right = (nn.ModuleList(nn.Linear(16, 16) for _ in range(4)) for _ in range(2))
-        self.second: Stream | None = None
+        self.second: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        here = running()
+        here = streams()
         first = here.current
         self.second = second = self.second or here.stream("second")
         right = self.enter(x)
@@ -74,13 +108,14 @@ class Turn(torch.autograd.Function):
     """In backward what came before it runs on this stream, as autograd has it of a node whose forward ran there."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, stream: Stream) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, stream: Any) -> Tensor:
         ctx.stream = stream
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, tensor: Tensor) -> tuple[Tensor, None]:
-        running().use(ctx.stream)
+        if not on_accelerator():
+            running().use(ctx.stream)
         return tensor, None
 
 
@@ -88,18 +123,18 @@ class Switch(torch.autograd.Function):
     """What follows runs on another stream, in backward too: there autograd runs a node where its forward ran."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, before: Stream, after: Stream) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, before: Any, after: Any) -> Tensor:
         ctx.streams = before, after
         return _switched(tensor, before, after)
 
     @staticmethod
     def backward(ctx: Any, tensor: Tensor) -> tuple[Tensor, None, None]:
         before, after = ctx.streams
-        return _switched(tensor, after, before), None, None
+        return tensor if on_accelerator() else _switched(tensor, after, before), None, None
 
 
-def _switched(tensor: Tensor, before: Stream, after: Stream) -> Tensor:
-    here = running()
+def _switched(tensor: Tensor, before: Any, after: Any) -> Tensor:
+    here = streams()
     here.order(after, before)
     here.keep(tensor, after)
     here.use(after)
