@@ -220,7 +220,8 @@ def test_a_save_beside_training_that_failed_is_said_and_does_not_keep_the_last_o
                 patched.setattr(os, "pwritev", _disk_full)
             saving = run.attachment.save(path / "beside", run.optimizer, wait=False)
             assert soon(lambda: saving.done)
-        said = pytest.warns(RuntimeWarning, match="rank 1: Cannot save .*No space left") if rank == 0 else nullcontext()  # once a job
+        words = "rank 1: Cannot save .*No space left"
+        said = pytest.warns(RuntimeWarning, match=words) if rank == 0 else nullcontext()  # once a job
         with said, pytest.raises(SystemExit):
             run.attachment.exit_if_preempted(path / "last", run.optimizer)
         assert zhooks.latest(path) == path / "last"
