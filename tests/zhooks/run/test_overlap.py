@@ -79,7 +79,8 @@ def traced(step: Callable[[], None]) -> list[Row]:
 
 @on_accelerators(2, tier=("device", "host"))
 def test_gathers_and_copies_of_the_next_unit_begin_before_the_compute_of_this_one_ends(tier: str) -> None:
-    with folder() as path, training(SINES, path, stage=3, **{cell: {"tier": tier} for cell in CELLS}) as step:
+    placed: dict[str, Any] = {cell: {"tier": tier} for cell in CELLS}
+    with folder() as path, training(SINES, path, stage=3, **placed) as step:
         rows = traced(step)
     forward = [row.end_us for row in rows if row.name == "addmm"][1::2]
     # Two products a layer, of the gradients of its weight and of its input.
