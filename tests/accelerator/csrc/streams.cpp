@@ -411,27 +411,41 @@ void host_wait(const Mark& mark, const char* why) {
   check_failed();
 }
 
+namespace {
+
+void drain(Scheduler& all, std::unique_lock<std::mutex>& lock, c10::DeviceIndex device) {
+  std::vector<Mark> ends;
+  for (auto& [key, line] : all.lines) {
+    if (key.first != device || line->entries.empty()) continue;
+    auto end = std::make_shared<Record>();
+    end->stream = line.get();
+    // Past `push`, which would poison what may still be read.
+    all.host_us += kLaunchUs;
+    line->entries.push_back({{}, nullptr, end, all.host_us});
+    ends.push_back(end);
+  }
+  for (const auto& end : ends) {
+    run_until(all, lock, *end);
+    all.host_us = std::max(all.host_us, end->time_us);
+  }
+}
+
+}  // namespace
+
 void host_wait_device(c10::DeviceIndex device, const char* why) {
   auto& all = scheduler();
   {
     WithoutPython without;
     auto lock = locked(all.mutex);
     ++all.waits[why];
-    std::vector<Mark> ends;
+    drain(all, lock, device);
+    // Now that nothing on the device can still read it: before, only what the owner was told to wait for would have been done.
     for (auto& [key, line] : all.lines) {
       if (key.first != device) continue;
       poison(*line, line->reused, all.host_us);
       poison(*line, line->freed, all.host_us);
-      if (line->entries.empty()) continue;
-      auto end = std::make_shared<Record>();
-      end->stream = line.get();
-      push(all, *line, {{}, nullptr, end, 0});
-      ends.push_back(end);
     }
-    for (const auto& end : ends) {
-      run_until(all, lock, *end);
-      all.host_us = std::max(all.host_us, end->time_us);
-    }
+    drain(all, lock, device);
   }
   check_failed();
 }
