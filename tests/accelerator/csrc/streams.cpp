@@ -22,8 +22,8 @@ constexpr auto kIdle = std::chrono::milliseconds(20);
 // Note: [Poison]
 // Freed memory belongs to the stream it was allocated on: what that stream queues later may overwrite it. So freed ranges are
 // filled with NaN by the owner, no earlier than CUDA's allocator could give them to a kernel that overwrites them: ahead of the
-// next kernel that the owner queues (what it waits for in between counts), or, once the range is allocated again, ahead of the
-// next event that it records, for another stream may write there after that event.
+// next kernel that the owner queues, and behind what it was told to wait for in between. A range that is allocated again before
+// that is not filled: its new owner writes it, perhaps by a stream that was ordered long before.
 struct Range {
   char* address;
   size_t nbytes;
@@ -45,7 +45,7 @@ struct Stream {
   double clock_us = 0;
   uint64_t priority = 0;
   bool begun = false;  // the head is a collective that has started
-  std::vector<Range> freed, reused;  // see Note [Poison]
+  std::vector<Range> freed;  // see Note [Poison]
 };
 
 namespace {
@@ -296,10 +296,7 @@ void poison(Stream& line, std::vector<Range>& ranges, double issued_us) {
 }
 
 void push(Scheduler& all, Stream& line, Queued queued) {
-  if (!queued.waits_for) {
-    poison(line, line.reused, all.host_us);
-    if (!queued.record) poison(line, line.freed, all.host_us);
-  }
+  if (!queued.waits_for && !queued.record) poison(line, line.freed, all.host_us);
   all.host_us += kLaunchUs;
   queued.issued_us = all.host_us;
   line.entries.push_back(std::move(queued));
@@ -361,12 +358,6 @@ void reused(const c10::Stream& stream, char* address, size_t nbytes) {
     if (first >= last) {
       still.push_back(range);
       continue;
-    }
-    if (all.mode == Mode::Eager && line.entries.empty()) {
-      // What overwrote it has run: another stream's write that follows at once stays.
-      std::memset(kernel_address(first), 0xff, static_cast<size_t>(last - first));
-    } else {
-      line.reused.push_back({first, static_cast<size_t>(last - first)});
     }
     if (range.address < first) still.push_back({range.address, static_cast<size_t>(first - range.address)});
     if (last < range.address + range.nbytes) still.push_back({last, static_cast<size_t>(range.address + range.nbytes - last)});
@@ -442,7 +433,6 @@ void host_wait_device(c10::DeviceIndex device, const char* why) {
     // Now that nothing on the device can still read it: before, only what the owner was told to wait for would have been done.
     for (auto& [key, line] : all.lines) {
       if (key.first != device) continue;
-      poison(*line, line->reused, all.host_us);
       poison(*line, line->freed, all.host_us);
     }
     drain(all, lock, device);
