@@ -15,7 +15,7 @@ INT := $(shell grep -qs '^SigIgn:.*[2367abef]$$' /proc/self/status && \
 	env --default-signal=INT true 2>/dev/null && echo env --default-signal=INT)
 RUN := $(strip $(INT) $(BIN)/python)
 
-.PHONY: help setup train test coverage mutation lint docs docs-serve clean
+.PHONY: help setup train test coverage mutation cuda-api lint docs docs-serve clean
 
 help:
 	@echo 'make setup   create $(VENV) and install the project into it'
@@ -24,6 +24,7 @@ help:
 	@echo 'make lint    ruff and mypy --strict'
 	@echo 'make coverage  the same tests with branch coverage (slow)'
 	@echo 'make mutation  mutation testing of four packages (half an hour; ARGS="PACKAGE --sample N")'
+	@echo 'make cuda-api  what is called of CUDA, in a CUDA build of torch over stubs, without a GPU (downloads 530 MB)'
 	@echo 'make docs    build the documentation into site/; a warning is an error'
 	@echo 'make docs-serve  serve it at http://127.0.0.1:8000 and rebuild it when a page changes'
 	@echo 'make clean   remove $(VENV) and all caches'
@@ -78,6 +79,10 @@ coverage: setup
 mutation: setup
 	$(PIP) -e '.[mutation]'
 	$(RUN) -m tests.mutation $(or $(ARGS),--sample 110 --seed 17)
+
+# By hand: no value is computed; CONTRIBUTING.md says what it shows.
+cuda-api: setup
+	$(RUN) -m tests.cuda_api $(ARGS)
 
 # The theme's notice on MkDocs 2 has nothing to do with this site: setup.cfg keeps to MkDocs 1.
 docs: setup
