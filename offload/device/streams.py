@@ -149,10 +149,19 @@ class StreamUses:
         if self._calls is not None:
             self._owner = self._filled = self._calls.current()
 
-    def filled(self, tensor: Tensor) -> None:
-        """The current stream has waited for what fills ``tensor``, which lies in that memory, and uses it."""
+    def filling(self) -> None:
+        """What fills the memory is queued on the current stream, or was started from it."""
         if self._calls is not None:
             self._filled = self._calls.current()
+
+    def filled(self, tensor: Tensor) -> None:
+        """The current stream has waited for what was started to fill ``tensor``, which lies in that memory, and uses it."""
+        if self._calls is not None:
+            current = self._calls.current()
+            if current != self._filled:
+                # Of one rank nothing was started that could be waited for: its values were copied there.
+                _order(self._calls, current, self._filled)
+            self._filled = current
             self._used(self._calls, tensor)
 
     def used(self, tensor: Tensor) -> None:

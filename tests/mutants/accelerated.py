@@ -68,7 +68,7 @@ RUN: dict[int, tuple[str, ...]] = {
     1: (
         *PROGRAMS, "one rank", "disk", "disk, updated on the host", "activations on disk",
         "towers, activations on the host", "overlap over tiers", "overlap, updated on the host", "overlap, states looked at",
-        "dropped", "owners alone",
+        "dropped", "owners alone", "branches on one rank",
     ),
     2: (
         "device", "towers", "towers in an arena", "branches, kept gathered", "host, prefetch 0", "arena over tiers", "stage 2",

@@ -216,6 +216,7 @@ class Flat:
         try:
             with torch.no_grad(), torch.inference_mode(False):
                 self._work = self.buffer.fill(self.full)
+            self._uses.filling()
             self._move("launched")
         except BaseException:
             self.abandon()

@@ -12,7 +12,9 @@ from torch import nn
 
 import zhooks
 from offload.virtual import Races
-from tests.support.two_streams import TOWERS
+from tests.support.on_ranks import on_accelerators
+from tests.support.schedules import SCHEDULES, schedule
+from tests.support.two_streams import BRANCHES, TOWERS
 from tests.support.virtual import machine, on_virtual
 
 HOST_TIERS = {cell: {"tier": "host"} for cell in ("parameter", "gradient", "optimizer")}
@@ -22,6 +24,32 @@ POLICIES: dict[str, dict[str, Any]] = {
     "arena": {"device": {"arena": "all"}},
     "activations on host": {"activation": {"tier": "host", "min_bytes": 0}},
 }
+
+
+def losses_of_two_streams(**policy: Any) -> list[float]:
+    model = BRANCHES.build(7).to("accel")
+    attachment = zhooks.attach(model, policy={"stage": 3, "units": {"min_numel": 0}, **policy})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(3):
+        loss = BRANCHES.loss(model, tuple(tensor.to("accel") for tensor in BRANCHES.batch(step, 0, 1)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    found = [loss.item() for loss in losses]
+    attachment.detach()
+    return found
+
+
+# Of one rank no collective is waited for: what was prefetched from one stream was read from the other before it was there.
+@on_accelerators(1, tier=("host", "device"), prefetch=(1, 2))
+def test_a_unit_that_was_prefetched_from_one_stream_is_there_when_another_uses_it(tier: str, prefetch: int) -> None:
+    found = []
+    for mode, seed in SCHEDULES:
+        with schedule(mode, seed):
+            found.append(losses_of_two_streams(parameter={"tier": tier}, schedule={"prefetch": prefetch}))
+    assert all(losses == found[0] for losses in found), found
 
 
 @on_virtual(policy=tuple(POLICIES))
