@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -31,6 +32,8 @@ def load() -> Any:
     other = torch._C._get_privateuse1_backend_name()
     if other != "privateuseone":
         raise CannotBuild(f'this process has another PrivateUse1 backend, "{other}": give the accelerator a process of its own')
+    # Gloo's flight recorder takes Python's lock in the middle of a collective, which runs on any thread here.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     # Several threads of OpenMP beside autograd's thread, which runs kernels too, would change the order of sums.
     torch.set_num_threads(1)
     native = _imported(built())

@@ -268,14 +268,16 @@ struct Caching final : c10::DeviceAllocator {
     add(stat.allocated_bytes, block->large, -static_cast<int64_t>(block->nbytes));
     add(stat.requested_bytes, block->large, -static_cast<int64_t>(block->requested));
     note("free_requested", block->device, block->address, block->requested, block->stream);
-    if (block->users.empty() || has_failed()) {
-      block->users.clear();
-      cache(block);
-      return;
-    }
+    auto users = std::exchange(block->users, {});
+    if (users.empty() || has_failed()) return cache(block);
     block->leaving = true;
-    for (auto user : block->users) block->ends.push_back(mark(c10::Stream(c10::Stream::UNSAFE, {kType, block->device}, user)));
-    block->users.clear();
+    auto device = block->device;
+    lock.unlock();
+    // Without the lock: whatever the scheduler lets run at a mark may need Python's, and its holder this one.
+    std::vector<Mark> ends;
+    for (auto user : users) ends.push_back(mark(c10::Stream(c10::Stream::UNSAFE, {kType, device}, user)));
+    auto again = locked(mutex);
+    block->ends = std::move(ends);
     leaving.push_back(block);
   }
 
