@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import zhooks
 from tests.support.on_ranks import folder, on_accelerators
 from tests.support.schedules import native
+from tests.support.slow import slow
 
 UNITS, SINES, DIM = 6, 24, 32
 CELLS = ("parameter", "gradient", "optimizer")
@@ -118,7 +119,7 @@ HOST_WAITS = {
 }
 
 
-@on_accelerators(2, tier=("device", "host", "disk"), clip=(False, True))
+@on_accelerators(2, tier=("device", "host", *slow("disk")), clip=(False, True))
 def test_the_host_waits_for_the_accelerator_no_more_often_in_a_step_than_is_written_down(tier: str, clip: bool) -> None:
     found = []
     for stage, placed in PLACED.items():
