@@ -118,12 +118,6 @@ def range_of(tensor: Tensor, full: Tensor) -> Tensor:
 # ---- of the packages below
 
 
-def has_arrived(lease: Any) -> bool:
-    """Whether the copy of what a lease is for has come to its end, without waiting for it."""
-    done: bool = lease._arriving.done()
-    return done
-
-
 def await_arrival(lease: Any) -> None:
     """Wait on the host for the copy of what a lease is for."""
     lease._arriving.synchronize()

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.on_ranks import Job, as_test, combinations
+from tests.support.on_ranks import Job, as_test, cases_of
 from tests.support.ranks import LIMIT_S, Pool
 
 #: What only CUDA has: the reason of a skip, and the mark of what runs on it.
@@ -29,12 +29,7 @@ def on_gpus(**choices: tuple[Any, ...]) -> Callable[[Job], Any]:
     """Run ``job(device, **choice)`` on both types of device, for each combination of ``choices``."""
 
     def decorate(job: Job) -> Any:
-        cases = [
-            pytest.param(chosen.pop("device"), chosen, id="-".join(named), marks=marks)
-            for chosen, named, marks in combinations({"device": TYPES, **choices})
-        ]
-
-        @pytest.mark.parametrize(("device", "chosen"), cases)
+        @pytest.mark.parametrize(("device", "chosen"), cases_of("device", TYPES, choices))
         def test(device: str, chosen: dict[str, Any], request: pytest.FixtureRequest) -> None:
             if device == "cuda":
                 job(device, **chosen)

@@ -32,12 +32,7 @@ def on_ranks(*worlds: Any, limit_s: float = LIMIT_S, **choices: tuple[Any, ...])
     """
 
     def decorate(job: Job) -> Any:
-        cases = [
-            pytest.param(chosen.pop("world"), chosen, id="world" + "-".join(named), marks=marks)
-            for chosen, named, marks in combinations({"world": worlds, **choices})
-        ]
-
-        @pytest.mark.parametrize(("world", "chosen"), cases)
+        @pytest.mark.parametrize(("world", "chosen"), cases_of("world", worlds, choices, prefix="world"))
         def test(world: int, chosen: dict[str, Any], ranks: Callable[[int], Pool]) -> None:
             ranks(world).run(f"{job.__module__}:{job.__name__}.job", limit_s=max(limit_s, LIMIT_S), **chosen)
 
@@ -50,12 +45,7 @@ def on_accelerators(*worlds: Any, limit_s: float = LIMIT_S, **choices: tuple[Any
     """As `on_ranks`, on ranks that have the asynchronous accelerator: rank r its device r, under the lazy schedule."""
 
     def decorate(job: Job) -> Any:
-        cases = [
-            pytest.param(chosen.pop("world"), chosen, id="world" + "-".join(named), marks=marks)
-            for chosen, named, marks in combinations({"world": worlds, **choices})
-        ]
-
-        @pytest.mark.parametrize(("world", "chosen"), cases)
+        @pytest.mark.parametrize(("world", "chosen"), cases_of("world", worlds, choices, prefix="world"))
         def test(world: int, chosen: dict[str, Any], accelerators: Callable[[int], Pool]) -> None:
             accelerators(world).run(f"{job.__module__}:{job.__name__}.job", limit_s=max(limit_s, LIMIT_S), **chosen)
 
@@ -70,6 +60,14 @@ def as_test(test: Any, job: Job) -> Any:
     test.__module__, test.__doc__ = job.__module__, job.__doc__
     test.job = job
     return test
+
+
+def cases_of(first: str, values: tuple[Any, ...], choices: Mapping[str, tuple[Any, ...]], *, prefix: str = "") -> list[Any]:
+    """Parameters of a test: a value of ``first``, and by name the other choices."""
+    return [
+        pytest.param(chosen.pop(first), chosen, id=prefix + "-".join(named), marks=marks)
+        for chosen, named, marks in combinations({first: values, **choices})
+    ]
 
 
 def combinations(

@@ -294,7 +294,7 @@ struct Caching final : c10::DeviceAllocator {
     auto* target = kernel_address(to);
     auto* source = kernel_address(from);
     enqueue(current_stream(device_of(to)),
-            {"copy", kernel_cost(nbytes), [=] { std::memcpy(target, source, nbytes); }, nullptr, nullptr, nullptr});
+            {"copy", kernel_cost(nbytes), [=] { std::memcpy(target, source, nbytes); }});
   }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {

@@ -312,7 +312,7 @@ void run_now(const c10::OperatorHandle& op, const Facts& facts, const std::vecto
     enqueue(current_stream(device.index()), {facts.name, kernel_cost(tensor.nbytes()), [to = kernel_alias(result), tensor] {
               Quiet quiet;
               to.copy_(tensor);
-            }, nullptr, nullptr, nullptr});
+            }});
     return result;
   };
   for (auto& value : made) value = converted(value, uploaded, device);
@@ -386,7 +386,7 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* 
     for (auto& [place, out] : outs) land(out, inputs[place]);
     for (size_t result = 0; result < targets.size(); ++result) land(targets[result], computed[result]);
   };
-  enqueue(current_stream(device.index()), {facts.name, kernel_cost(nbytes_of(values) + nbytes_of(made)), std::move(kernel), nullptr, nullptr, nullptr});
+  enqueue(current_stream(device.index()), {facts.name, kernel_cost(nbytes_of(values) + nbytes_of(made)), std::move(kernel)});
   push_results(schema, values, made, stack);
 }
 
@@ -413,7 +413,7 @@ void resize_storage(c10::StorageImpl* storage, size_t nbytes) {
   if (kept > 0 && storage->data() != nullptr) {
     auto* to = kernel_address(data.get());
     auto* from = kernel_address(storage->data());
-    enqueue(current_stream(device.index()), {"resize", kernel_cost(kept), [=] { std::memcpy(to, from, kept); }, nullptr, nullptr, nullptr});
+    enqueue(current_stream(device.index()), {"resize", kernel_cost(kept), [=] { std::memcpy(to, from, kept); }});
   }
   storage->set_data_ptr_noswap(std::move(data));
   storage->set_nbytes(nbytes);
@@ -472,7 +472,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
       stream = from;
     }
     auto from = kernel_alias(source.expand_as(target)), to = kernel_alias(target);
-    enqueue(stream, {"copy_", kernel_cost(source.nbytes() + target.nbytes()), [=] { Quiet in; to.copy_(from); }, nullptr, nullptr, nullptr});
+    enqueue(stream, {"copy_", kernel_cost(source.nbytes() + target.nbytes()), [=] { Quiet in; to.copy_(from); }});
     if (source.device() != target.device()) wait(current_stream(target.device().index()), mark(stream));
     return target;
   }
@@ -486,7 +486,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
       auto* from = host.data_ptr();
       auto* at = kernel_address(target.data_ptr());
       auto nbytes = target.nbytes();
-      enqueue(stream, {"copy h2d", cost, [=] { std::memcpy(at, from, nbytes); }, nullptr, nullptr, nullptr});
+      enqueue(stream, {"copy h2d", cost, [=] { std::memcpy(at, from, nbytes); }});
       auto end = mark(stream);
       use_pinned(from, end);
       if (!non_blocking) host_wait(end, "copy h2d");
@@ -494,7 +494,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
     }
     // Pageable memory is staged at issue: the program may change it as soon as this returns.
     auto staged = source.expand_as(target).clone();
-    enqueue(stream, {"copy h2d", cost, [=] { Quiet in; to.copy_(staged); }, nullptr, nullptr, nullptr});
+    enqueue(stream, {"copy h2d", cost, [=] { Quiet in; to.copy_(staged); }});
     return target;
   }
   auto cost = copy_cost(source.nbytes(), false);
@@ -502,7 +502,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
     auto* from = kernel_address(source.data_ptr());
     auto* at = host.data_ptr();
     auto nbytes = host.nbytes();
-    enqueue(stream, {"copy d2h", cost, [=] { std::memcpy(at, from, nbytes); }, nullptr, nullptr, nullptr});
+    enqueue(stream, {"copy d2h", cost, [=] { std::memcpy(at, from, nbytes); }});
     auto end = mark(stream);
     use_pinned(at, end);
     if (!non_blocking) host_wait(end, "copy d2h");
@@ -510,7 +510,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   }
   auto from = kernel_alias(source.expand_as(target));
   auto to = target;
-  enqueue(stream, {"copy d2h", cost, [=] { Quiet in; to.copy_(from); }, nullptr, nullptr, nullptr});
+  enqueue(stream, {"copy d2h", cost, [=] { Quiet in; to.copy_(from); }});
   host_wait(mark(stream), "copy d2h");
   return target;
 }
@@ -550,7 +550,7 @@ std::vector<at::Tensor> queued(const char* name, std::vector<at::Tensor> inputs,
             for (size_t i = 0; i < targets.size(); ++i) {
               if (targets[i].defined()) targets[i].copy_(computed[i]);
             }
-          }, nullptr, nullptr, nullptr});
+          }});
   return results;
 }
 
