@@ -159,6 +159,11 @@ def own_ranges(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | Non
     return plain
 
 
+def in_compute_memory(tensor: RangeTensor) -> bool:
+    """The range is in the memory that it is computed in: in no block of a store, and in host memory only on the CPU."""
+    return type(tensor._at) is not BlockRange and (tensor._on.type == "cpu" or tensor._at.device == tensor._on)
+
+
 @cache
 def _positions_written(func: Any) -> tuple[int, ...]:
     return tuple(number for number, one in enumerate(func._schema.arguments) if one.name in written_names(func))
@@ -168,18 +173,12 @@ def lists_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """The same of a foreach or fused optimizer: lists of ranges that all are in the memory they are computed in."""
     if any(isinstance(value, (Tensor, list, tuple)) for value in kwargs.values()):
         return local(func, args, kwargs)
-    leads, plain, memories = args[0], list[Any](), list[Any]()
-    for lead in leads:
-        if not isinstance(lead, RangeTensor) or type(lead._at) is BlockRange:
-            return local(func, args, kwargs)
-        if lead._on.type == "cpu":
-            memories.append(None)
-        elif lead._at.device == lead._on:
-            memories.append(lead._on)
-        else:
-            return local(func, args, kwargs)
+    leads, plain = args[0], list[Any]()
+    if not all(isinstance(lead, RangeTensor) and in_compute_memory(lead) for lead in leads):
+        return local(func, args, kwargs)
+    memories = [None if lead._on.type == "cpu" else lead._on for lead in leads]
     for values in args:
-        if isinstance(values, Tensor):
+        if isinstance(values, Tensor) and (values.dim() > 0 or any(memory not in (None, values.device) for memory in memories)):
             return local(func, args, kwargs)
         if not isinstance(values, (list, tuple)) or not values:
             plain.append(values)

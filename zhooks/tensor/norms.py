@@ -7,7 +7,8 @@ not one a parameter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, cast
 
@@ -18,12 +19,23 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from offload.errors import ShardedOpError
 from zhooks.comm import norms_of_runs
 from zhooks.layout import PP, SHARD, TP
-from zhooks.tensor.elementwise import whole
+from zhooks.tensor.elementwise import in_compute_memory, whole
 from zhooks.tensor.group import ShardGroup
-from zhooks.tensor.range_tensor import ParamShard, RangeTensor
+from zhooks.tensor.range_tensor import RangeTensor
 from zhooks.tensor.written import written_values
 
 aten = torch.ops.aten
+#: A sum, or one for each norm of a list, and who combines it.
+Term = tuple[ShardGroup, Tensor]
+
+
+@dataclass
+class _Run:
+    """Norms of a list that follow each other in one ``_Uncombined``; of ``sum`` None, plain ones by their place in the list."""
+
+    sum: _Uncombined | None
+    first: int
+    count: int
 
 
 def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -31,33 +43,72 @@ def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor, given = args[0], _norm_arguments(func, args, kwargs)
     if not isinstance(tensor, RangeTensor) or not _of_all(tensor, given["dim"]):
         return cast(Tensor, whole(func, args, kwargs))
-    tensor.check_numbers()
-    dtype = given["dtype"] or (tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype)
-    order = 2.0 if given["ord"] is None else float(given["ord"])
-    local, group = tensor._local.to(tensor._on), tensor._spec.group  # as in `total`
-    if group.sharded or group.spans(TP) or group.spans(PP):
-        made: Tensor = partial_norm(local, order, tensor._spec, dtype, tensor._on, given["dtype"])
-    else:
-        made = torch.linalg.vector_norm(local, order, dtype=given["dtype"])
+    (made,) = _norms([tensor], 2.0 if given["ord"] is None else float(given["ord"]), given["dtype"])
     made = made.reshape((1,) * tensor.dim()) if given["keepdim"] else made
     return _into(kwargs["out"], made) if "out" in kwargs else made
 
 
 def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
-    """The same of a list."""
+    """The same of a list; of ranges in the memory they are computed in by one list operation for each kind of them."""
     named = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
-    ord, dtype = float(named.get("ord", 2)), named.get("dtype")
-    norms: list[Tensor] = []
-    for tensor in named["self"]:
-        if isinstance(tensor, RangeTensor):
-            norms.append(norm(aten.linalg_vector_norm.default, (tensor, ord), {"dtype": dtype}))
+    tensors, ord, dtype = named["self"], float(named.get("ord", 2)), named.get("dtype")
+    norms: dict[int, Tensor] = {}
+    batches: dict[Hashable, list[int]] = {}
+    for at, tensor in enumerate(tensors):
+        if not isinstance(tensor, RangeTensor):
+            norms[at] = torch.linalg.vector_norm(tensor, ord, dtype=dtype)
+        elif in_compute_memory(tensor):
+            batches.setdefault((tensor._spec.group.ranks(), tensor.dtype, tensor._on), []).append(at)
         else:
-            norms.append(torch.linalg.vector_norm(tensor, ord, dtype=dtype))
+            batches[at] = [at]  # others would take memory for all of them at once
+    for places in batches.values():
+        norms |= zip(places, _norms([tensors[at] for at in places], ord, dtype), strict=True)
+    made = [norms[at] for at in range(len(tensors))]
     if "out" not in kwargs:
-        return norms
-    for out, made in zip(kwargs["out"], norms, strict=True):
-        _into(out, made)
+        return made
+    for out, one in zip(kwargs["out"], made, strict=True):
+        _into(out, one)
     return None
+
+
+def _norms(tensors: Sequence[RangeTensor], ord: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """The norms of tensors that the same ranks share, of one dtype and device.
+
+    Args:
+        dtype: what values are converted to before they are summed; None: of 16 bits fp32, else their own.
+    """
+    for tensor in tensors:
+        tensor.check_numbers()
+    lead, group = tensors[0], tensors[0]._spec.group
+    ranges = [tensor._local.to(tensor._on) for tensor in tensors]  # as in `total`
+    if not (group.sharded or group.spans(TP) or group.spans(PP)):
+        return list(torch._foreach_norm(ranges, ord, dtype=dtype))
+    # What all ranks of the tp axis hold alike counts on the first of them.
+    again = not group.first(TP) and _combination(ord) == "sum"
+    pairs = zip(ranges, tensors, strict=True)
+    counted = [bool(local.numel()) and not (again and tensor._spec.place is None) for local, tensor in pairs]
+    values = [local for local, counts in zip(ranges, counted, strict=True) if counts]
+    half = lead.dtype in (torch.float16, torch.bfloat16)
+    sums = torch.float32 if half and dtype is None else dtype
+    if half and sums == torch.float32 and lead._on.type == "cpu":
+        # The CPU converts all values before it sums them, and that copy is a buffer like others: bounded.
+        made = [_over_runs(norms_of_runs(local, ord, group.buffer_nbytes), ord) for local in values]
+    else:
+        made = list(torch._foreach_norm(values, ord, dtype=sums)) if values else []
+    if not all(counted):
+        nothing = torch.full((), _nothing(ord), dtype=_real(sums or lead.dtype), device=lead._on)
+        rest = iter(made)
+        made = [next(rest) if counts else nothing for counts in counted]
+    uncombined = _Uncombined([(group, _power(torch.stack(made), ord))], ord, _real(dtype or lead.dtype))
+    return [PartialNorm(uncombined, at) for at in range(len(tensors))]
+
+
+def _over_runs(norms: list[Tensor], ord: float) -> Tensor:
+    return norms[0] if len(norms) == 1 else _root(_combine(_power(torch.stack(norms), ord), ord), ord)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def _norm_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -81,18 +132,16 @@ def _into(out: Tensor, made: Tensor) -> Tensor:
 
 
 class _Uncombined:
-    """The sum that norms of one memory stand for; see Note [Filled at the first use].
+    """The norms of a list, as sums to be combined over ranks; see Note [Filled at the first use].
 
     Attributes:
-        terms: tensors of the norm's shape, one for each set of ranks, which combines it; elements of others count for nothing.
+        terms: vectors with an element a norm, one for each set of ranks that combines it; elements of others count for nothing.
         plain: norms of plain tensors among them, which only these ranks' own code can have made alike.
-        memory: what the combined norms are written to.
+        memory: what the combined norms are written to, a vector.
         stands: nobody can have changed the memory, so that the terms still say what is in it, or will be.
     """
 
-    def __init__(
-        self, terms: Sequence[tuple[ShardGroup, Tensor]], ord: float, dtype: torch.dtype, plain: Sequence[Tensor] = ()
-    ) -> None:
+    def __init__(self, terms: Sequence[Term], ord: float, dtype: torch.dtype, plain: Sequence[Tensor] = ()) -> None:
         self.terms, self.ord, self.plain = tuple(terms), ord, tuple(plain)
         # What reads the memory before it is filled, past torch's dispatch (an extension in C++), shall not find a number.
         self.memory = torch.full_like(terms[0][1], math.nan, dtype=dtype)
@@ -101,30 +150,31 @@ class _Uncombined:
     def fill(self) -> None:
         """Have the norms in memory.  Collective where they are not there yet."""
         if not self.filled:
-            self.memory.copy_(self.combined((SHARD, TP)))
+            terms = [(group, powers.clone()) for group, powers in self.terms]
+            self.memory.copy_(self._combined(terms, (SHARD, TP)))
             self.filled = True
 
-    def combined(self, axes: tuple[str, ...]) -> Tensor:
-        """The norms themselves, the same on every rank of these axes.  Collective.
+    def of_one(self, at: int) -> Tensor:
+        """One of the norms, the same on every rank.  Collective."""
+        return self._combined([(group, powers[at].clone()) for group, powers in self.terms], (SHARD, TP))
+
+    def total(self) -> Tensor:
+        """The norm of all of them: the whole model's, as other stages have tensors of their own.  Collective."""
+        terms = [(group, _combine(powers, self.ord)) for group, powers in self.terms]
+        return self._combined(_with_absent(terms, self.ord), (SHARD, TP, PP))
+
+    def _combined(self, terms: Sequence[Term], axes: tuple[str, ...]) -> Tensor:
+        """What the terms add up to over the ranks of these axes; writes to them.
 
         Raises:
             ShardedOpError: ranks have other plain tensors among them.
         """
         self._check_plain()
-        summed: Tensor | None = None
-        for group, powers in self.terms:
-            own = powers.clone()
-            group.all_reduce(own, _combination(self.ord), axes)
-            summed = own if summed is None else _combine(torch.stack([summed, own]), self.ord, dim=0)
-        assert summed is not None
+        for group, powers in terms:
+            group.all_reduce(powers, _combination(self.ord), axes)
+        vectors = [powers for _, powers in terms]
+        summed = vectors[0] if len(vectors) == 1 else _combine(torch.stack(vectors), self.ord, dim=0)
         return _root(summed, self.ord).to(self.memory.dtype)
-
-    def total(self) -> Tensor:
-        """The norm of all of them.  Of a stack, the whole model's; other stages have stacks of their own."""
-        terms = [(group, _combine(powers, self.ord)) for group, powers in self.terms]
-        stacked = self.memory.dim() > 0
-        whole = _Uncombined(_with_absent(terms, self.ord) if stacked else terms, self.ord, self.memory.dtype, self.plain)
-        return whole.combined((SHARD, TP, PP) if stacked else (SHARD, TP))
 
     def _check_plain(self) -> None:
         if not self.plain:
@@ -143,9 +193,13 @@ class _Uncombined:
 
 
 class PartialNorm(torch.Tensor):
-    """A scalar, or a vector of them: |x|^p summed (or maximised) over this rank's ranges, still to be combined.
+    """A norm, or a vector of them: |x|^p summed (or maximised) over this rank's ranges, still to be combined.
 
     What all ranks of the tp axis hold alike counts on the first of them, so that every element is summed over both axes.
+
+    Args:
+        sum: norms that were computed at once.
+        at: which of them this is; None: all, a vector.
 
     Note: [Filled at the first use]
         It is a tensor with memory like any other, in which its values are missing.  Stacking, ``detach`` and the norm of a
@@ -155,11 +209,12 @@ class PartialNorm(torch.Tensor):
     """
 
     _sum: _Uncombined
+    _at: int | None
 
     @staticmethod
-    def __new__(cls, sum: _Uncombined) -> PartialNorm:
-        norm: PartialNorm = torch.Tensor._make_subclass(cls, sum.memory)
-        norm._sum = sum
+    def __new__(cls, sum: _Uncombined, at: int | None = None) -> PartialNorm:
+        norm: PartialNorm = torch.Tensor._make_subclass(cls, sum.memory if at is None else sum.memory[at])
+        norm._sum, norm._at = sum, at
         return norm
 
     def _plain(self) -> Tensor:
@@ -194,12 +249,13 @@ class PartialNorm(torch.Tensor):
             return _stack(func, args, kwargs)
         if isinstance(first, PartialNorm) and first._sum.stands:
             if func is aten.detach.default or func is aten.alias.default:
-                return PartialNorm(first._sum)
+                return PartialNorm(first._sum, first._at)
             if func in (aten.linalg_vector_norm.default, aten.linalg_vector_norm.out):
                 given = _norm_arguments(func, args, kwargs)
                 # Of order 0, torch's norm of norms counts those that are not zero, not the elements behind them.
                 if given["ord"] == first._sum.ord and given["ord"] != 0 and _of_all(first, given["dim"]):
-                    total = first._sum.total().to(given["dtype"] or first.dtype)
+                    total = first._sum.total() if first._at is None else first._sum.of_one(first._at)
+                    total = total.to(given["dtype"] or first.dtype)
                     total = total.reshape((1,) * first.dim()) if given["keepdim"] else total
                     return _into(kwargs["out"], total) if "out" in kwargs else total
         return _in_memory(func, args, kwargs)
@@ -241,49 +297,40 @@ def _lay_out(norm: PartialNorm, like: Tensor) -> None:
         norm.set_(like.untyped_storage(), int(like.storage_offset()), tuple(like.shape), like.stride())
 
 
-def partial_norm(
-    local: Tensor, ord: float, spec: ParamShard, dtype: torch.dtype, device: torch.device, sums: torch.dtype | None = None
-) -> PartialNorm:
-    """The norm of ``local`` as this rank's part of the whole, on ``device``; an empty range counts for nothing.
-
-    Args:
-        dtype: of the norm.
-        sums: what values are converted to before they are summed; of 16 bits, fp32 otherwise.
-    """
-    group = spec.group
-    half = local.dtype in (torch.float16, torch.bfloat16) and sums in (None, torch.float32)
-    again = spec.place is None and not group.first(TP) and _combination(ord) == "sum"
-    if local.numel() == 0 or again:
-        nothing = torch.full((), _nothing(ord), dtype=torch.float32 if half else sums or dtype, device=device)
-        return PartialNorm(_Uncombined([(group, nothing)], ord, dtype))
-    # 16 bits are summed in fp32, whose copy of the values is a buffer like others: bounded.
-    norms = norms_of_runs(local, ord, group.buffer_nbytes) if half else [torch.linalg.vector_norm(local, ord, dtype=sums)]
-    power = _power(norms[0], ord) if len(norms) == 1 else _combine(_power(torch.stack(norms), ord), ord)
-    return PartialNorm(_Uncombined([(group, power.to(device))], ord, dtype))
-
-
 def _stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Norms one by one; those that the same ranks combine as one term."""
     parts = args[0]
-    sums = [part._sum if isinstance(part, PartialNorm) and part._sum.stands else None for part in parts]
-    standing = [one for one in sums if one is not None]
+    runs: list[_Run] = []
+    for at, part in enumerate(parts):
+        own = part._sum if isinstance(part, PartialNorm) and part._sum.stands else None
+        first = at if own is None else part._at
+        if runs and runs[-1].sum is own and runs[-1].first + runs[-1].count == first:
+            runs[-1].count += 1
+        else:
+            runs.append(_Run(own, first, 1))
+    standing = [run.sum for run in runs if run.sum is not None]
     if not standing or any(one.ord != standing[0].ord or len(one.terms) > 1 or one.plain for one in standing):
         return cast(Tensor, _in_memory(func, args, kwargs))
     lead = standing[0]
-    groups: dict[Any, ShardGroup] = {}
+    groups: dict[Hashable, ShardGroup] = {}
     for one in standing:
         groups.setdefault(one.terms[0][0].ranks(), one.terms[0][0])
-    whole = {at: _values(part) for at, (part, one) in enumerate(zip(parts, sums, strict=True)) if one is None}
-    first, made, device = next(iter(groups)), lead.terms[0][1].dtype, lead.memory.device
-    nothing = torch.full((), _nothing(lead.ord), dtype=made, device=device)
+    whole = {at: _values(parts[at]) for run in runs if run.sum is None for at in range(run.first, run.first + run.count)}
+    leading, made = lead.terms[0][0].ranks(), lead.terms[0][1].dtype
+    nothing = torch.full_like(lead.terms[0][1][:1], _nothing(lead.ord)) if len(groups) > 1 else None
     terms = []
     for key, group in groups.items():
-        powers: list[Tensor] = []
-        for at, each in enumerate(sums):
-            where = first if each is None else each.terms[0][0].ranks()
-            value = _known(whole[at], lead) if each is None else each.terms[0][1]
-            powers.append(value.to(made) if where == key else nothing)
-        terms.append((group, torch.stack(powers)))
+        vectors: list[Tensor] = []
+        for run in runs:
+            span = range(run.first, run.first + run.count)
+            if (leading if run.sum is None else run.sum.terms[0][0].ranks()) != key:
+                assert nothing is not None
+                vectors.append(nothing.expand(run.count))
+            elif run.sum is None:
+                vectors.append(torch.stack([_known(whole[at], lead).to(made) for at in span]))
+            else:
+                vectors.append(run.sum.terms[0][1][span.start : span.stop].to(made))
+        terms.append((group, vectors[0] if len(vectors) == 1 else torch.cat(vectors)))
     dtype = reduce(torch.promote_types, (part.dtype for part in parts))
     return PartialNorm(_Uncombined(terms, lead.ord, dtype, list(whole.values())))
 
@@ -292,11 +339,13 @@ def _values(part: Any) -> Any:
     return part._plain() if isinstance(part, PartialNorm) else part
 
 
-def _with_absent(terms: list[tuple[ShardGroup, Tensor]], ord: float) -> list[tuple[ShardGroup, Tensor]]:
+def _with_absent(terms: list[Term], ord: float) -> list[Term]:
     """Terms in one order on all ranks, with those of experts that got no gradient here and may have elsewhere."""
     watch = terms[0][0].watch
     apart = {group.ranks(): group for group in (() if watch is None else watch.apart())}
     here = {group.ranks(): powers for group, powers in terms}
+    if not apart:
+        return terms
     nothing = torch.full_like(terms[0][1], _nothing(ord))
     others = [(group, powers) for group, powers in terms if group.ranks() not in apart]
     return [*others, *((group, here.get(key, nothing)) for key, group in apart.items())]

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _foreach_supported_types
+from torch.optim.optimizer import _foreach_supported_types as _of_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as _of_clipping
 
 from offload.errors import ShardedOpError
 from offload.store import BlockRange
@@ -212,12 +213,12 @@ class ShardedOverTp(ShardedTensor, _SlotsOfDTensor):
     __slots__ = ()
 
 
-_KINDS = (ShardedTensor, ShardedOverTp, HeldGradient)
+_KINDS: tuple[type[torch.Tensor], ...] = (ShardedTensor, ShardedOverTp, HeldGradient)
 _open = 0
 
 
 class Registries:
-    """One attachment's claim on the list torch keeps of the tensor types that its optimizers may batch.
+    """One attachment's claim on the lists torch keeps of the tensor types that optimizers and clipping may batch.
 
     The process' first attachment puts ours there, the last takes them off; nothing of torch is patched.
     """
@@ -229,7 +230,8 @@ class Registries:
         global _open
         _open += 1
         self._held = True
-        _foreach_supported_types.extend(kind for kind in _KINDS if kind not in _foreach_supported_types)
+        for supported in (_of_optimizers, _of_clipping):
+            supported.extend(kind for kind in _KINDS if kind not in supported)
 
     def close(self) -> None:
         global _open
@@ -238,5 +240,6 @@ class Registries:
         self._held = False
         _open -= 1
         if _open == 0:
-            for kind in _KINDS:
-                _foreach_supported_types.remove(kind)
+            for supported in (_of_optimizers, _of_clipping):
+                for kind in _KINDS:
+                    supported.remove(kind)

@@ -6,6 +6,8 @@ where it begins and ends. Times follow from the accelerator's costs, so they are
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -130,3 +132,33 @@ def test_the_host_waits_for_the_accelerator_no_more_often_in_a_step_than_is_writ
             found.append(sum(native().host_waits().values()))
             torch.accelerator.synchronize()
     assert all(now <= before for now, before in zip(found, HOST_WAITS[tier, clip], strict=True)), found
+
+
+def _kernels_of_clipping(net: nn.Module) -> Counter[str]:
+    """How often each kernel runs while gradients are clipped, but for those of torch's two list operations."""
+    native().set_tracing(True)
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+    torch.accelerator.synchronize()
+    native().set_tracing(False)
+    rows = [Row(*one) for one in native().take_trace()]
+    lists = ("linalg_vector_norm", "mul", "poison")
+    return Counter(row.name for row in rows if row.device == native().current_device() and row.name not in lists)
+
+
+@on_accelerators(2)
+def test_clipping_launches_no_kernel_a_parameter_beyond_torchs_own_lists() -> None:
+    device = f"accel:{native().current_device()}"
+    found = []
+    for blocks in (2, 6):
+        plain = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(blocks))).to(device)
+        net = copy.deepcopy(plain)
+        attachment = zhooks.attach(net, policy={"stage": 3, "units": {"min_numel": 0}})
+        for one in (plain, net):
+            one(torch.ones(4, 8, device=device)).square().mean().backward()
+        torch.accelerator.synchronize()
+        native().take_trace()
+        found.append((_kernels_of_clipping(net), _kernels_of_clipping(plain)))
+        attachment.detach()
+    (few, _), (many, plains) = found
+    assert few == many
+    assert (many - plains).total() <= 8, many - plains
