@@ -90,7 +90,8 @@ def test_an_attachment_over_nccl_trains(device: str) -> None:
 
 # ---- over tiers ---------------------------------------------------------------------------------------------------------
 
-AWAY = ("host", "disk")
+TIERS = ("host", "disk")
+AWAY = ("host", *slow("disk"))
 STEPS = 5
 #: The losses, and the whole parameters afterwards.
 Trained = tuple[list[float], list[Tensor]]
@@ -174,7 +175,7 @@ def test_a_grad_scaler_scales_unscales_and_skips_as_on_the_device(device: str, t
         assert same(trained(device, placed(tier, path, precision=precision), optimizer, scaled), wanted)
 
 
-@on_gpus(kernel=("torch", "numba"), param=("fp32", *slow("bf16")))
+@on_gpus(kernel=(*slow("torch"), "numba"), param=("fp32", *slow("bf16")))
 def test_updates_on_the_host_have_the_same_bits_on_host_and_disk(device: str, kernel: str, param: str) -> None:
     with folder() as path:
         precision = {"param": param, "output": "fp32"}
@@ -192,7 +193,7 @@ def test_numba_on_the_device_is_refused_by_name(device: str) -> None:
         zhooks.attach(model(device), policy=placed("host", path, optimizer={"kernel": "numba"}))
 
 
-@on_gpus(checkpoint=("none", "unit"), tier=AWAY)
+@on_gpus(checkpoint=("unit", *slow("none")), tier=AWAY)
 def test_activations_that_leave_the_device_come_back_with_the_same_bits(device: str, tier: str, checkpoint: str) -> None:
     with folder() as path:
         wanted = trained(device, placed("device", path))
@@ -223,7 +224,7 @@ def evaluated(under: nn.Module, optimizer: torch.optim.Optimizer, steps: int) ->
 def test_an_update_on_the_host_never_overtakes_a_copy_of_the_old_values(device: str, kernel: str) -> None:
     with folder() as path:
         more: dict[str, Any] = {"optimizer": {"compute": "host", "kernel": kernel}}
-        host, disk = (trained(device, placed(tier, path, **more), "fused", evaluated) for tier in AWAY)
+        host, disk = (trained(device, placed(tier, path, **more), "fused", evaluated) for tier in TIERS)
         wanted = trained(device, placed("device", path), "fused", evaluated)
         assert host[0][0] == disk[0][0] == wanted[0][0]
         assert same(host, disk)
@@ -368,7 +369,7 @@ def test_a_graph_inside_a_forward_runs_on_the_device_thread_and_ends_no_pass(dev
         assert losses(placed("host", path)) == losses(None)
 
 
-@on_gpus(buffer=("32 MiB", "8 KiB"), stage=(0, 3))
+@on_gpus(buffer=(*slow("32 MiB"), "8 KiB"), stage=(*slow(0), 3))
 def test_a_branch_on_a_stream_of_its_own_has_the_gradients_of_plain_training(device: str, stage: int, buffer: str) -> None:
     with group_of_one(device):
         class Branches(nn.Module):

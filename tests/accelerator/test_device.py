@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tests.support.on_ranks import on_accelerators
 from tests.support.schedules import SCHEDULES, at, native, schedule
+from tests.support.slow import slow
 
 
 @on_accelerators(1)
@@ -277,7 +278,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@on_accelerators(1, name=tuple(models()), optimizer=("sgd", "foreach", "fused"))
+@on_accelerators(1, name=tuple(models()), optimizer=("foreach", *slow("sgd", "fused")))
 def test_training_gives_the_same_bits_under_every_schedule_and_the_cpus_numbers(name: str, optimizer: str) -> None:
     torch.manual_seed(1)
     model = models()[name]
@@ -326,6 +327,7 @@ def test_a_host_that_touches_device_memory_is_told_so_and_ends(accelerators: obj
     assert "accel: the host touched device memory at 0x" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_process_that_has_another_backend_of_that_kind_says_so(accelerators: object) -> None:
     text = "import torch\ntorch.utils.rename_privateuse1_backend('other')\nfrom tests.accelerator.accel import load\nload()"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300)

@@ -77,6 +77,7 @@ def test_host_and_disk_have_the_bits_of_the_device(document: dict[str, Any]) -> 
     assert record["differ"] == [] and record["compared"] == 30
 
 
+@pytest.mark.slow
 def test_a_trial_runs_in_a_process_of_its_own_and_one_that_fails_is_shown() -> None:
     done = run("--device=cpu", "--size=nano", "--only=copies", "--rounds=1", "--json=-")
     assert done.returncode in (0, 1), done.stderr

@@ -16,6 +16,7 @@ import zhooks
 from offload.policy import Policy
 from tests.support.on_ranks import on_ranks, place
 from tests.support.paths import ROOT
+from tests.support.slow import slow
 from tests.support.zoo import ZOO
 
 FOLDER = ROOT / "examples" / "policies"
@@ -54,7 +55,7 @@ def train(policy: Any, mesh: Any, *, adapters: bool) -> tuple[list[float], dict[
     return losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-@on_ranks(1, 2, name=NAMES)
+@on_ranks(*slow(1), 2, name=(*NAMES[::3], *slow(*(name for name in NAMES if name not in NAMES[::3]))))
 def test_an_example_trains_to_the_same_bits_as_on_the_device(name: str) -> None:
     policy = Policy.load(FOLDER / name)
     mesh = None

@@ -39,6 +39,7 @@ def run_page(folder: str) -> list[tuple[str, int, str]]:
     return [(words, result.exit_code, result.output) for words, result in found]
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_work_on_the_example(tmp_path: Path, virtual_ranks: Pool) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     write_trace(tmp_path / "run.zprof", sample_rows(steps=3, level="alloc"))

@@ -92,6 +92,7 @@ def started(command: list[str], folder: Path, **more: str) -> subprocess.Complet
     return done
 
 
+@pytest.mark.slow
 def test_the_slurm_script_starts_a_program_on_every_rank_of_its_nodes(tmp_path: Path) -> None:
     tools, folder = tmp_path / "bin", tmp_path / "work"
     folder.mkdir()

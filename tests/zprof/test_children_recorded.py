@@ -217,6 +217,7 @@ def test_a_rank_that_the_kernel_ends_for_want_of_memory_is_explained_by_what_it_
     assert "the kernel killed rank 1 of 2 (pid 4711)" in zprof("report", str(child_path(script, 1))).stdout
 
 
+@pytest.mark.slow
 def test_a_child_that_hangs_leaves_its_own_stacks_and_the_script_that_waits_for_it_none(tmp_path: Path) -> None:
     script = """
 def hangs():

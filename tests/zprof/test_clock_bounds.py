@@ -140,6 +140,7 @@ def moved(path: Path, shift_ns: int, wall_off_ns: int) -> None:
     path.with_suffix(".moved").rename(path)
 
 
+@pytest.mark.slow
 def test_the_offset_of_a_host_whose_wall_clock_is_wrong_is_recovered_within_what_is_said(tmp_path: Path, zprof: Zprof) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     words = ["-m", "zprof", "run", "--level", "events", "-o", "job7.{rank}.zprof", "script.py"]

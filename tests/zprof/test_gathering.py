@@ -87,6 +87,7 @@ def test_where_the_folder_is_shared_nothing_is_sent(tmp_path: Path, together: To
     assert (shared.stat().st_ino, shared.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_and_others_are_gathered(tmp_path: Path, together: Together) -> None:
     paths = traces(tmp_path, 4)
     del paths[2]

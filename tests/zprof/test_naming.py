@@ -46,6 +46,7 @@ def recorded() -> dict[str, tuple[str, ...]]:
     return {path.name: Trace.open(path).header.argv[1:] for path in Path().glob("*.zprof")}
 
 
+@pytest.mark.slow
 def test_every_run_of_a_script_has_a_trace_of_its_own() -> None:
     for ran in ("first", "second", "third"):
         done = run("script.py", ran)

@@ -572,6 +572,7 @@ def test_memory_that_a_call_of_the_attachment_takes_is_under_its_name(tmp_path: 
     assert keys >= {"(save)", "(load)", "(apply)", "(detach)"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits address space")
 def test_a_request_that_fails_in_detach_is_said_to_be_for_it_and_no_smaller_batch_is_advised(tmp_path: Path) -> None:
     said, _ = of_call("detach", tmp_path)
@@ -794,6 +795,7 @@ if sys.argv[3:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("left_mib", "limit"),
     [

@@ -126,6 +126,7 @@ def test_what_the_simulator_says_of_a_real_run_s_remedies_is_so(made: Path) -> N
     assert python("train.py", json.dumps(policy), at=made).returncode == 0
 
 
+@pytest.mark.slow
 @on_a_device_in_python
 def test_what_a_gpu_lacked_is_held_to_what_it_had(made: Path) -> None:
     found = body(made, "cuda")

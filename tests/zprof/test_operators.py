@@ -510,6 +510,7 @@ def damaged(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield body | {"columns": body["columns"] | {"track": [track, b""]}}
 
 
+@pytest.mark.slow
 def test_notes_that_were_forged_are_one_line(folder: Path) -> None:
     from tests.support.zprof_traces import sample_rows, write_trace
 

@@ -469,6 +469,7 @@ return [LEFT + ((at + 0.5) / ranking.columns.length) * 0.88 * plotWidth(), 4 + (
 """
 
 
+@pytest.mark.slow
 def test_a_page_of_many_ranks_names_each_of_them_and_shows_what_ran_on_a_few(zprof: Zprof, browser: Browser) -> None:
     job(Path("runs"), 50)
     assert zprof("timeline", "runs", "-o", "page.html").exit_code == 0
@@ -567,6 +568,7 @@ def test_a_run_too_long_for_a_page_says_what_was_merged_and_keeps_steps_whole(
     assert browser.complaints() == [] and browser.requests() == []
 
 
+@pytest.mark.slow
 def test_a_flamegraph_is_drawn_and_looked_into(zprof: Zprof, browser: Browser) -> None:
     write_trace(Path("run.zprof"), renamed(sample_rows(steps=2, units=6, level="alloc")), level="alloc")
     assert zprof("flamegraph", "run.zprof").exit_code == 0

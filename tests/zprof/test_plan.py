@@ -112,6 +112,7 @@ def test_what_it_is_doing_is_on_stderr_from_the_start_and_stdout_is_json_alone()
     assert "building" in said and "building" not in result.stdout
 
 
+@pytest.mark.slow
 @on_a_device_in_python
 def test_on_a_terminal_one_line_is_rewritten_and_gone_at_the_end() -> None:
     with folder() as here:

@@ -461,6 +461,7 @@ print("\\nlast")
 """
 
 
+@pytest.mark.slow
 def test_a_live_view_shares_the_terminal_with_what_the_script_prints(tmp_path: Path) -> None:
     code, shown = on_a_terminal([*ZPROF[1:], "--live", script(tmp_path, PROGRESS)], tmp_path, "rss ", b"\n")
     assert code == 0

@@ -62,6 +62,7 @@ def test_a_silence_leaves_every_stack_in_the_trace_and_on_stderr_once(tmp_path: 
     assert said.exit_code == 0 and "own note" not in said.stdout
 
 
+@pytest.mark.slow
 def test_a_script_that_was_killed_in_its_hang_is_told_by_what_it_noted(tmp_path: Path, zprof: Zprof) -> None:
     running = run(tmp_path, "--hang-after", "1s", "train.py", "0", "forever")
     assert soon(lambda: any("load_batch" in str(each) for each in hangs_noted(tmp_path / "run.0.zprof")), 300)

@@ -191,6 +191,7 @@ def test_a_level_is_never_higher_than_it_was_at_any_moment(tmp_path: Path) -> No
     assert trace.dropped and truth.peaks["device"][0] == 1000
 
 
+@pytest.mark.slow
 def test_a_reader_that_follows_goes_on_after_the_file_was_made_smaller(tmp_path: Path) -> None:
     rows = peaked(5, 120)
     writer = Writer(tmp_path / "run.zprof", HEADER, limit=LIMIT)

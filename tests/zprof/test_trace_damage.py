@@ -52,6 +52,7 @@ def read(path: Path) -> tuple[list[Row], list[Any], str | None]:
         trace.close()
 
 
+@pytest.mark.slow
 def test_cut_at_any_byte_only_the_last_chunk_is_lost(tmp_path: Path) -> None:
     chunks = small(tmp_path / "whole.zprof", 3)
     whole = (tmp_path / "whole.zprof").read_bytes()

@@ -69,6 +69,7 @@ def test_a_process_that_ends_without_closing_leaves_nothing(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_living_processs_file_is_never_touched(tmp_path: Path) -> None:
     mine = DiskFile(tmp_path)
     command = [sys.executable, "-c", WAITING, str(tmp_path)]

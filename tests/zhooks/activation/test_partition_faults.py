@@ -151,6 +151,7 @@ def test_a_rank_that_has_dropped_its_graph_says_so_instead_of_sending_other_byte
     attachment.detach()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_backward_that_only_one_rank_runs_is_a_divergence_that_names_the_unit() -> None:
     model, attachment = attached(policy_of() | {"comm": {"timeout_s": 5.0}})

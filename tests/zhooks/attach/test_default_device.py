@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -71,6 +72,7 @@ def test_the_default_device_may_be_meta() -> None:
             torch.testing.assert_close(mine, plain, rtol=0, atol=0 if place()[1] == 1 else 1e-6)
 
 
+@pytest.mark.slow
 @on_ranks(1, 2)
 def test_the_default_dtype_may_be_wider_or_narrower_than_the_models() -> None:
     for policy in POLICIES:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import zhooks
 from offload.errors import AttachError
 from tests.support.on_ranks import folder, on_ranks, place
+from tests.support.slow import slow
 
 
 class Plain(nn.Module):
@@ -75,7 +76,7 @@ def train(model: nn.Module) -> None:
         optimizer.zero_grad()
 
 
-@on_ranks(1, 2, stage=(0, 3))
+@on_ranks(1, 2, stage=(*slow(0), 3))
 def test_a_model_may_show_less_than_it_has(stage: int) -> None:
     for overrides, inside in itertools.product(OVERRIDES, (False, True)):
         kind = type(f"Overrides_{overrides}", (Plain,), OVERRIDES[overrides])

@@ -153,6 +153,7 @@ def test_a_step_with_the_gradients_that_recover_dropped_is_refused() -> None:
     attachment.detach()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_ranks_at_different_steps_may_only_load() -> None:
     model, attachment, optimizer = attached("shm", 3)
@@ -196,6 +197,7 @@ def test_ranks_at_different_steps_may_only_load() -> None:
         attachment.detach()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_backward_that_had_begun_to_update_may_only_be_followed_by_a_load() -> None:
     model, attachment, optimizer = attached("shm", 3, optimizer={"overlap": True}, schedule={"max_reductions": 1})
@@ -244,6 +246,7 @@ def test_a_rank_with_an_error_of_its_own_recovers_with_those_that_wait_for_it() 
     attachment.detach()
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_recover_after_a_reshard_reconnects_every_axis() -> None:
     recovered_after_reshards("shm")
@@ -272,6 +275,7 @@ def recovered_after_reshards(transport: str) -> None:
     assert same(values[0], values[1])
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_what_ranks_had_agreed_on_for_later_is_forgotten_by_recover() -> None:
     resilience = {"check_every": 1, "nonfinite": "name"}

@@ -15,6 +15,7 @@ import torch
 import zhooks
 from tests.support.on_ranks import folder, from_first, on_ranks
 from tests.support.resuming import Run, batch
+from tests.support.slow import slow
 
 CELLS = ("parameter", "gradient", "optimizer")
 
@@ -33,7 +34,7 @@ def held(path: Path) -> dict[str, int]:
     }
 
 
-@on_ranks(1, 2, tier=("device", "host", "disk"))
+@on_ranks(*slow(1), 2, tier=(*slow("device", "host"), "disk"))
 def test_saves_loads_and_evaluations_leave_nothing_open(tier: str) -> None:
     with folder() as path:
         policy: dict[str, Any] = {"stage": 3, "units": {"min_numel": 0}, **{cell: {"tier": tier} for cell in CELLS}}

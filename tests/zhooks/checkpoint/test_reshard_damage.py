@@ -179,6 +179,7 @@ def alike(found: list[Tensor], wanted: list[Tensor]) -> bool:
     return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_what_was_changed_is_refused_by_name_or_loaded_as_it_was_saved(
     ranks: Callable[[int], Pool], tmp_path: Path, count: int

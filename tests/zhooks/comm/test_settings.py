@@ -155,6 +155,7 @@ def test_a_rank_that_never_comes_is_named_whatever_the_store(
         zhooks.attach(net(), policy={"comm": {"timeout_s": 0.1}})
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_rank_that_fails_while_transports_open_is_named_by_the_other_in_time() -> None:
     rank, _ = place()

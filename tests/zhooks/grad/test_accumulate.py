@@ -18,6 +18,7 @@ from offload.errors import PolicyError
 from offload.events import Recorder
 from tests.support.inside import runtime_of
 from tests.support.on_ranks import on_ranks, place
+from tests.support.slow import slow
 from tests.support.unused_layer import made
 
 POLICY: dict[str, Any] = {"units": {"min_numel": 0}}
@@ -199,7 +200,7 @@ PLACED: tuple[dict[str, Any], ...] = (
 )
 
 
-@on_ranks(1, 2, block=("no_sync", "accumulate"))
+@on_ranks(1, 2, block=("no_sync", *slow("accumulate")))
 def test_a_cleared_gradient_clears_what_was_accumulated(block: str) -> None:
     for placed in PLACED:
         plain, model = made(), made()

@@ -110,6 +110,7 @@ def test_a_script_trains_what_it_trains_under_accelerate_alone(policy: dict[str,
             torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @not_with_2_8("what accelerate compiles runs uncompiled when attached")
 @on_ranks(2, limit_s=120.0, regional=(False, *slow(True)))
 @compiling()

@@ -148,6 +148,7 @@ def test_strangers_who_say_little_and_stay_hold_neither_the_peer_up_nor_the_thre
         arriving.close()
 
 
+@pytest.mark.slow
 def test_a_stranger_who_says_no_token_in_time_is_sent_away_though_nobody_serves() -> None:
     transfer = PeerTransfer("127.0.0.1", [])
     host, _, port = transfer.metadata().partition("#")[0].rpartition(":")

@@ -17,6 +17,7 @@ import zhooks
 from tests.support.int8 import Int8
 from tests.support.launched import launched
 from tests.support.on_ranks import folder, on_ranks, place
+from tests.support.slow import slow
 from tests.support.values import copies
 
 peft = pytest.importorskip("peft")
@@ -82,7 +83,7 @@ def close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-5, msg=partial("{}: {}".format, name))
 
 
-@on_ranks(1, 2, limit_s=180.0, kind=KINDS)
+@on_ranks(*slow(1), 2, limit_s=180.0, kind=(*KINDS[::2], *slow(*KINDS[1::2])))
 def test_adapters_train_generate_and_are_saved_alone_as_without_zhooks(kind: str) -> None:
     rank, world = place()
     model, plain = adapted(kind), adapted(kind)
@@ -146,7 +147,7 @@ def test_an_adapter_that_is_added_later_is_refused_by_its_name() -> None:
     assert model(input_ids=tokens(0)).logits.isfinite().all()
 
 
-@on_ranks(1, 2, kind=("lora", "dora", "ia3"))
+@on_ranks(1, 2, kind=("dora", *slow("lora", "ia3")))
 def test_a_detached_model_is_merged_as_without_zhooks(kind: str) -> None:
     rank, world = place()
     model, plain = adapted(kind), adapted(kind)

@@ -23,6 +23,7 @@ import zhooks
 from offload.events import Recorder
 from tests.support.launched import launched
 from tests.support.on_ranks import folder, on_ranks
+from tests.support.slow import slow
 from tests.support.values import copies
 
 for library in ("accelerate", "datasets", "peft", "trl"):
@@ -188,7 +189,7 @@ def train_beside_plain(what: str, chosen: dict[str, Any], policy: dict[str, Any]
         assert adapter == ("adapter" in chosen)
 
 
-@on_ranks(1, 2, limit_s=300.0, case=CASES)
+@on_ranks(*slow(1), 2, limit_s=300.0, case=(CASES[0], *slow(*CASES[1:])))
 def test_trl_trains_what_it_trains_by_itself(case: tuple[str, dict[str, Any]]) -> None:
     train_beside_plain(*case, POLICY)
 
@@ -253,6 +254,7 @@ def test_a_model_trains_on_what_it_generates_as_under_ddp() -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @on_ranks(2, limit_s=300.0)
 def test_fine_tuning_resumes_from_its_checkpoint_as_if_it_had_gone_on() -> None:
     with session() as (_, _, _, attached), folder() as path:

@@ -43,6 +43,7 @@ def same_on_all(values: list[Tensor]) -> bool:
     return torch.equal(least, most)
 
 
+@pytest.mark.slow
 @on_ranks(4, stage=(3, *slow(1)))
 def test_rules_give_units_of_a_divided_model_their_own_dtype(stage: int) -> None:
     mesh, plain = mesh_of(2), plain_gpt()

@@ -111,6 +111,7 @@ class Gathered:
             self.now -= event.nbytes
 
 
+@pytest.mark.slow
 @on_ranks(*slow(1), 2, half=(0, *slow(1)))
 def test_a_model_with_tiles_trains_like_the_plain_one_at_every_stage_and_tier(half: int) -> None:
     expected = losses(blocks(tiled=False))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import zhooks
 from tests.support.on_ranks import folder, on_ranks
+from tests.support.slow import slow
 from tests.support.values import full, grad_of, same
 
 
@@ -63,7 +64,7 @@ def kept_on(tier: str, stage: int) -> dict[str, Any]:
     return {} if tier == "device" else {cell: {"tier": tier} for cell in cells}
 
 
-@on_ranks(1, 2, stage=(0, 1, 3), tier=("device", "host", "disk"))
+@on_ranks(1, 2, stage=(*slow(0, 1), 3), tier=(*slow("device"), "host", *slow("disk")))
 def test_every_optimizer_updates_complex_parameters_as_in_plain_pytorch(stage: int, tier: str) -> None:
     for name, make in OPTIMIZERS.items():
         for foreach in (False, True):

@@ -103,7 +103,7 @@ def test_a_living_model_goes_from_one_share_to_another(path: tuple[float, ...], 
     assert found[0] == wanted[0] and same(found[1], wanted[1])
 
 
-@on_ranks(1, 2, shares=((0.3, 0.7), (0.7, 0), (0, 1)), half=(False, True))
+@on_ranks(1, 2, shares=((0.3, 0.7), *slow((0.7, 0), (0, 1))), half=(False, True))
 def test_a_run_that_was_saved_goes_on_under_another_share(shares: tuple[float, float], half: bool) -> None:
     more = {"precision": {"param": "bf16"}} if half else {}
     with folder() as path:
@@ -146,7 +146,7 @@ def test_full_states_and_gathered_values_are_the_plain_ones() -> None:
     assert same(copies(model.parameters()), copies(twin.parameters()))
 
 
-@on_ranks(1, 2, tier=("host", "disk"), kind=("muon", "shampoo", "muon_with_adam"), compute=("device", "host"))
+@on_ranks(1, 2, tier=("host", "disk"), kind=("muon", *slow("shampoo", "muon_with_adam")), compute=("device", "host"))
 def test_owners_keep_whole_states_on_the_side_of_their_flat(tier: str, kind: str, compute: str) -> None:
     model = net()
     attachment = zhooks.attach(model, policy=policy(0.5, tier, compute=compute))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import zhooks
 from tests.support.on_ranks import on_ranks
+from tests.support.slow import slow
 from tests.support.values import full, whole
 
 ELEMENTWISE: dict[str, Any] = {
@@ -58,7 +59,11 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [whole(torch.as_tensor(value)) for value in kept]
 
 
-@on_ranks(1, 2, name=tuple(ELEMENTWISE), stage=(0, 1, 2, 3))
+#: Every third; of the others `optim/test_tiers_optim.py` has each on a tier.
+FEW = tuple(ELEMENTWISE)[::3]
+
+
+@on_ranks(*slow(1), 2, name=(*FEW, *slow(*(name for name in ELEMENTWISE if name not in FEW))), stage=(*slow(0, 1, 2), 3))
 def test_it_trains_ranges_and_their_states_as_plain_parameters(name: str, stage: int) -> None:
     model, plain = net(), net()
     attachment = zhooks.attach(model, policy={"stage": stage, "units": {"min_numel": 0}})

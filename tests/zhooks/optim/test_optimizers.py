@@ -47,6 +47,7 @@ def no_collector() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @on_ranks(1, 2)
 def test_gradients_that_no_optimizer_in_memory_will_use_are_refused_at_the_second_step_of_another_model() -> None:
     gc.unfreeze()

@@ -276,6 +276,7 @@ MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_every_optimizer_of_torch_that_updates_by_element_runs_beside_backward() -> None:
     for name, make in MAKE.items():

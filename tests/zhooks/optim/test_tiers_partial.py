@@ -105,6 +105,7 @@ def losses(case: str, kernel: str, tier: str, **more: Any) -> list[Tensor]:
     return [*seen, *(param.detach().clone() for param in model.parameters())]
 
 
+@pytest.mark.slow
 @on_ranks(*slow(1), 2, kernel=("torch", *slow("numba")))
 def test_what_a_step_leaves_out_stays_as_it_was_on_every_tier(kernel: str) -> None:
     for case in ("skipped", "two optimizers", "frozen", "stochastic", "written"):

@@ -299,6 +299,7 @@ def test_a_policy_that_was_written_is_never_touched() -> None:
     assert run.tiers == ("device", "device", "disk")
 
 
+@pytest.mark.slow
 @on_ranks(1, 2)
 def test_what_this_process_really_takes_is_what_is_said() -> None:
     run = Run("auto")

@@ -85,6 +85,7 @@ def train(model: nn.Module, numbers: range) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @on_ranks(1, 2, limit_s=180.0, prefer=("fp16", *slow("bf16")))
 def test_units_built_to_need_fp32_are_named_and_the_proposal_trains_near_fp32(prefer: str) -> None:
     attachment = zhooks.attach(build(), policy=SMALL)

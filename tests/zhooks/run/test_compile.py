@@ -169,6 +169,7 @@ def test_a_compiled_block_keeps_no_gathered_buffer_for_backward() -> None:
     assert holders_after_forward(blocks_in_place) == holders_after_forward(lambda model, backend: model)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @compiling()
 def test_a_compiled_step_and_a_compiled_average_of_weights_are_those_of_python() -> None:
@@ -203,6 +204,7 @@ def test_compiled_autograd_is_torchs_own_error_and_the_model_trains_on() -> None
     assert train(model) == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @compiling()
 def test_names_and_checkpoints_are_the_same_whether_the_model_is_compiled_or_not() -> None:
@@ -250,7 +252,7 @@ def test_calibrate_sees_inside_blocks_that_are_compiled_already() -> None:
 
 
 @pytest.mark.slow
-@on_ranks(2, named=("recomputed", "activations on host"))
+@on_ranks(2, named=("recomputed", *slow("activations on host")))
 @compiling()
 def test_forwards_of_other_lengths_share_a_backward(named: str) -> None:
     found = []
@@ -272,7 +274,7 @@ def test_forwards_of_other_lengths_share_a_backward(named: str) -> None:
 
 
 @pytest.mark.slow
-@on_ranks(2, named=("stage 0", "recomputed", "activations on host", "bf16"), limit_s=600.0)
+@on_ranks(2, named=("recomputed", *slow("stage 0", "activations on host", "bf16")), limit_s=600.0)
 @compiling()
 def test_code_that_inductor_generates_trains_as_python_does(named: str) -> None:
     policy = {"units": UNITS, **POLICIES[named]}

@@ -121,7 +121,7 @@ HOST_WAITS = {
 }
 
 
-@on_accelerators(2, tier=("device", "host", *slow("disk")), clip=(False, True))
+@on_accelerators(2, tier=("device", "host", *slow("disk")), clip=(*slow(False), True))
 def test_the_host_waits_for_the_accelerator_no_more_often_in_a_step_than_is_written_down(tier: str, clip: bool) -> None:
     found = []
     for stage, placed in PLACED.items():

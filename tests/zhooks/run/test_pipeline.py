@@ -94,7 +94,7 @@ IN_FLIGHT: dict[str, dict[str, Any]] = {
 }
 
 
-@on_ranks(2, what=(*slow("recomputed", "stashed"), "both", "states", "kept"))
+@on_ranks(2, what=(*slow("recomputed", "stashed"), "both", *slow("states", "kept")))
 def test_activations_and_tiers_are_right_with_several_microbatches_in_flight(what: str) -> None:
     trained(2, "interleaved", {"stage": 3, **IN_FLIGHT[what]}, steps=3)
 
@@ -142,6 +142,7 @@ def test_units_kept_until_backward_are_gathered_once_a_step() -> None:
     run.close()
 
 
+@pytest.mark.slow
 @not_with_2_8("its schedules have no eval")
 @on_ranks(4)
 def test_evaluation_between_steps_changes_nothing() -> None:

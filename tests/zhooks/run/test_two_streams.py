@@ -14,6 +14,7 @@ import zhooks
 from offload.virtual import Races
 from tests.support.on_ranks import on_accelerators
 from tests.support.schedules import SCHEDULES, schedule
+from tests.support.slow import slow
 from tests.support.two_streams import BRANCHES, TOWERS
 from tests.support.virtual import machine, on_virtual
 
@@ -43,7 +44,7 @@ def losses_of_two_streams(**policy: Any) -> list[float]:
 
 
 # Of one rank no collective is waited for: what was prefetched from one stream was read from the other before it was there.
-@on_accelerators(1, tier=("host", "device"), prefetch=(1, 2))
+@on_accelerators(1, tier=("host", *slow("device")), prefetch=(1, *slow(2)))
 def test_a_unit_that_was_prefetched_from_one_stream_is_there_when_another_uses_it(tier: str, prefetch: int) -> None:
     found = []
     for mode, seed in SCHEDULES:

@@ -13,6 +13,7 @@ import zhooks
 from offload.tier import Tier
 from offload.virtual import ACCELERATOR, HOST, Races
 from tests.support.inside import store_of
+from tests.support.slow import slow
 from tests.support.two_streams import BRANCHES
 from tests.support.virtual import machine, on_virtual
 from tests.support.zoo import ZOO
@@ -37,6 +38,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "overlap on the host": HOST_TIERS | {"optimizer": {"tier": "host", "compute": "host", "overlap": True}},
     "arena": {"device": {"arena": "all"}, "activation": {"checkpoint": "unit"}},
 }
+#: Those that have what others have one by one.
+FIRST = ("share, disk", "overlap on the host", "arena")
 
 
 def train(name: str, policy: dict[str, Any], steps: int = 3) -> None:
@@ -56,7 +59,7 @@ def train(name: str, policy: dict[str, Any], steps: int = 3) -> None:
     attachment.detach()
 
 
-@on_virtual(policy=tuple(POLICIES))
+@on_virtual(policy=(*FIRST, *slow(*(name for name in POLICIES if name not in FIRST))))
 def test_no_use_of_memory_is_unordered_under_any_tier(policy: str) -> None:
     with machine(world=4) as made:
         races = Races()

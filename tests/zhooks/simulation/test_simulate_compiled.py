@@ -41,6 +41,7 @@ def simulated(compiled: str, **given: Any) -> Simulation:
         return simulate(build, step, world=2, policy={"units": {"min_numel": 0}})
 
 
+@pytest.mark.slow
 @on_virtual(compiled=("blocks", *slow("wrapped"), "whole"))
 def test_what_inductor_compiles_is_refused_by_name(compiled: str) -> None:
     with pytest.raises(zhooks.SimulationError, match=r"expected code that is not compiled, .* Simulate it uncompiled"):

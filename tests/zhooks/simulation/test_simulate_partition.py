@@ -93,6 +93,7 @@ def predicted(partition: str) -> int:
     return simulated(partition, hardware=a_cpu(), steps=3).device.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partition", ["tp", pytest.param("none", marks=pytest.mark.slow)])
 def test_the_peak_is_what_two_ranks_of_tp_hold(partition: str, ranks2: Pool, virtual_ranks: Pool, tmp_path: Path) -> None:
     held = max(ranks2.run(f"{__name__}:measured", partition=partition, folder=str(tmp_path)))

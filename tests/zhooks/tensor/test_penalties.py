@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zhooks
 from tests.support.on_ranks import on_ranks
+from tests.support.slow import slow
 from tests.support.values import full, grad_of, same
 
 #: A parameter, its Fisher information (a gradient squared), its old value, and a trained number.
@@ -52,7 +53,7 @@ def trained(name: str, *, stage: int | None) -> tuple[list[Tensor], Tensor]:
     return values, torch.zeros(()) if number.grad is None else number.grad
 
 
-@on_ranks(1, 2, stage=(0, 1, 3))
+@on_ranks(*slow(1), 2, stage=(*slow(0), 1, 3))
 def test_penalties_with_gradients_and_old_values_train_as_in_plain_pytorch(stage: int) -> None:
     for name in PENALTIES:
         (values, number), (plain, plain_number) = trained(name, stage=stage), trained(name, stage=None)

@@ -229,7 +229,7 @@ def test_whatever_writes_to_a_norm_writes_to_it_as_to_a_plain_tensor(places: tup
     assert counts["equal"] > 800 and not counts["refused"], counts
 
 
-@on_ranks(2, *slow(1), places=PLACES, name=("gradient", "parameter", *slow("vector")))
+@on_ranks(2, *slow(1), places=PLACES, name=("parameter", *slow("gradient", "vector")))
 def test_whatever_writes_to_a_range_is_as_of_a_plain_tensor_or_refused_before_it_writes(
     places: tuple[str, ...], name: str
 ) -> None:

@@ -146,6 +146,7 @@ def test_a_penalty_outside_the_forward_and_autograd_grad_are_right() -> None:
     attachment.detach()
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_an_optimizer_with_state_goes_in_and_dtensors_come_out() -> None:
     plain, mesh = plain_gpt(), mesh_of(2)

@@ -38,6 +38,7 @@ def done_with(path: Path) -> None:
         shutil.rmtree(path)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_state_dicts_are_global_and_go_from_any_mesh_to_any_other() -> None:
     mesh = mesh_of(2)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import zhooks
 from tests.support.on_ranks import on_ranks
+from tests.support.slow import slow
 
 #: Of other backends, or of memory that has no values; some end the process on arguments that make no sense.
 _LEFT_OUT = (
@@ -143,7 +144,7 @@ def test_every_operation_that_writes_into_a_parameter_is_right_or_refused(stage:
     assert ends.count("") > 500, len(ends)
 
 
-@on_ranks(1, 2, stage=(0, 1, 3))
+@on_ranks(1, 2, stage=(*slow(0), 1, *slow(3)))
 def test_every_operation_that_writes_into_a_view_of_a_parameter_is_refused(stage: int) -> None:
     model = Two()
     zhooks.attach(model, policy={"stage": stage})
@@ -160,7 +161,7 @@ def test_every_operation_that_writes_into_a_view_of_a_parameter_is_refused(stage
     assert len(ends) > 500, len(ends)
 
 
-@on_ranks(1, 2, stage=(0, 1, 3), of=("parameter", "state"))
+@on_ranks(1, 2, stage=(*slow(0, 1), 3), of=("parameter", *slow("state")))
 def test_every_operation_that_writes_a_plain_tensor_reads_parameters_and_states_whole(stage: int, of: str) -> None:
     model = Two()
     zhooks.attach(model, policy={"stage": stage})

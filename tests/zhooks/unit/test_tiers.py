@@ -34,7 +34,7 @@ def check(loop: Loop, tier: str, stage: int = 3, **options: Any) -> None:
 # ---- the same bits --------------------------------------------------------------------------------------------------
 
 
-@on_ranks(1, 2, tier=AWAY, name=("gpt", "tied", "mixture", "lstm"))
+@on_ranks(1, 2, tier=AWAY, name=("gpt", "tied", *slow("mixture", "lstm")))
 def test_losses_and_parameters_are_those_of_the_device_tier(tier: str, name: str) -> None:
     wanted = run(three_steps(name), policy("device"), name)
     for ahead in (0, 1, 4):
