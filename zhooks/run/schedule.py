@@ -75,7 +75,7 @@ class Step:
 class Walk:
     """One pass along a path."""
 
-    __slots__ = ("_cursor", "_depth", "_last", "_launched", "path", "used")
+    __slots__ = ("_cursor", "_depth", "_launched", "last", "path", "used")
 
     def __init__(self, path: Path, depth: int) -> None:
         self.path = path
@@ -83,14 +83,15 @@ class Walk:
         self._depth = depth
         self._cursor = 0
         self._launched = 0
-        self._last = -1
+        #: The unit that was used last.
+        self.last = -1
 
     def use(self, number: int) -> Step:
         """Unit ``number`` is about to be used."""
         order = self.path.order
-        if number == self._last:
+        if number == self.last:
             return Step((), frozenset((number, *self._ahead())))
-        self._last = number
+        self.last = number
         if not self.path.recorded:
             self.used.append(number)
         if self.path.uneven and number in order[: self._launched]:
@@ -132,8 +133,8 @@ class LoneWalk(Walk):
 
     def use(self, number: int) -> Step:
         order = self.path.order
-        if number != self._last:
-            self._last = number
+        if number != self.last:
+            self.last = number
             self.used.append(number)
             with suppress(ValueError):
                 self._cursor = order.index(number, self._cursor) + 1

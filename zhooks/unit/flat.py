@@ -195,6 +195,11 @@ class Flat:
         """The full buffer, complete or on its way, holds the shard's present values."""
         return self.full is not None and self._version == self.version()
 
+    @property
+    def gathered(self) -> bool:
+        """The full buffer holds the shard's present values, complete."""
+        return self.state is State.GATHERED and self.current()
+
     def begin_gather(self) -> None:
         """Start bringing the full buffer up to date; nothing to do when it is."""
         if self.current() or self.layout.padded == 0:
