@@ -36,7 +36,7 @@ from zhooks.checkpoint import StockFolders, StockState, remove_dead_jobs
 from zhooks.comm import CONTROL, Call, Comm, Progress, all_or_none, meet, open_comm, refuse_unconnected, refused_by_all
 from zhooks.compiled import keep_outside_graphs
 from zhooks.keywords import explained, explained_methods
-from zhooks.optim import Around, Closures, HeldSteps, Optimizers, Owners, Rounding, Steps, Untrained, watch_steps
+from zhooks.optim import Around, Closures, HeldSteps, Optimizers, Owners, Rounding, Steps, watch_steps
 from zhooks.plan import DeviceBudget, Plan, Request, StateBudgets, ignored_here, look, read
 from zhooks.planning import Choice, chosen_for
 from zhooks.report import (
@@ -192,10 +192,6 @@ class Attachment(
         alike = partial(self._optimizers.agreed, "compare replicas")
         self._replica_checks = ReplicaChecks(self._comm, self._bus, self._units, self._steps, alike, self._ignored)
         undo.callback(lambda: self._tiers.end_steps())
-        self._untrained = Untrained(
-            type(self.model).__name__, partial(self._ignored.parameters, self.model),
-            lambda: [flat.version() for unit in self._units for flat in unit.flats],
-        )  # fmt: skip
         # A step calls them in this order; torch's hooks keep none of them alive.
         budgets = self._device_budget, self._state_budgets
         # The first of them comes before what hides parameters from a step that is skipped.
@@ -203,7 +199,7 @@ class Attachment(
             partial(self._ignored.parameters, self.model), lambda: runtime.reducer.held, runtime.reduce_held
         )
         self._held_steps = held
-        first: tuple[Around, ...] = (self._untrained, held, self._optimizers, *budgets, scaling, self._nonfinite, self._steps)
+        first: tuple[Around, ...] = (held, self._optimizers, *budgets, scaling, self._nonfinite, self._steps)
         for around in first:
             undo.callback(watch_steps(around))
         if self._comm.failure is not None:
@@ -237,7 +233,6 @@ class Attachment(
         if failure is None or failure.verdict is None:
             self._steps.go_on()
         self._steps.training_begins()
-        self._untrained.training_begins()
         self._replica_checks.training_begins(self.policy.resilience.check_every)
         self._plan_again()
 

@@ -18,7 +18,6 @@ from zhooks.optim.step_hooks import Around, Stepper, watch_steps
 from zhooks.optim.steps import HeldSteps, Steps
 from zhooks.optim.stored_states import plain_states_of
 from zhooks.optim.tiered_update import Updater
-from zhooks.optim.untrained import Untrained
 from zhooks.optim.update_thread import open_worker
 from zhooks.optim.vector_states import mapped, shard_vectors, vectors_in, whole_copies, whole_vectors
 from zhooks.optim.whole_tiers import InMemory, OverTiers
@@ -38,7 +37,6 @@ __all__ = [
     "Rounding",
     "Stepper",
     "Steps",
-    "Untrained",
     "Updater",
     "Whole",
     "WholeUpdater",

@@ -409,10 +409,10 @@ class Runtime:
     def backward_use(self, flat: Flat) -> None:
         """Backward reads parameters of ``flat`` that autograd saved."""
         unit, back = self._of.get(id(flat)), self._back
-        if unit is not None and back is not None and back.last == unit.number and unit.trainable_left and flat.gathered:
-            if torch._C._current_graph_task_id() in self._tasks:
-                flat.finish_gather()  # of its streams, this one may be new
-                return
+        again = unit is not None and back is not None and back.last == unit.number and unit.trainable_left > 0
+        if again and flat.gathered and torch._C._current_graph_task_id() in self._tasks:
+            flat.finish_gather()  # of its streams, this one may be new
+            return
         self.backward_open()
         if unit is None:
             flat.begin_gather()

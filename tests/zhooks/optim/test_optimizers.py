@@ -47,68 +47,6 @@ def no_collector() -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
-@on_ranks(1, 2)
-def test_gradients_that_no_optimizer_in_memory_will_use_are_refused_at_the_second_step_of_another_model() -> None:
-    gc.unfreeze()
-    model, other = net(), net()
-    zhooks.attach(model, policy=POLICY)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    # Nothing is known of a model that has no gradients: it may be frozen, or trained later.
-    backward(other)
-    optimizer.step()
-    # Nor of one that has run once: it may be left behind.
-    backward(model)
-    optimizer.step()
-    optimizer.step()
-    before = [param.clone() for param in other.parameters()]
-    for _ in range(2):
-        backward(model)
-        with pytest.raises(zhooks.AttachError, match="found none in memory: this SGD holds other parameters"):
-            optimizer.step()
-    assert all(torch.equal(old, param) for old, param in zip(before, other.parameters(), strict=True))
-    model.requires_grad_(False)
-    model.zero_grad()
-    model(torch.ones(2, 6).requires_grad_()).sum().backward()
-    optimizer.step()
-
-
-@on_ranks(1, 2)
-def test_a_model_that_is_updated_by_hand_is_not_said_to_be_untrained() -> None:
-    gc.unfreeze()
-    for copies in (False, True):
-        model, other = net(), net()
-        zhooks.attach(model, policy=POLICY)
-        masters = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
-        optimizer = torch.optim.SGD(masters if copies else other.parameters(), lr=0.1)
-        for _ in range(3):
-            model.zero_grad()
-            backward(model)
-            backward(other)
-            for param, master in zip(model.parameters(), masters, strict=True):
-                master.grad = grad_of(param).detach().clone()
-            optimizer.step()
-            with torch.no_grad():
-                for param, master in zip(model.parameters(), masters, strict=True):
-                    param.copy_(master) if copies else param.sub_(grad_of(param), alpha=0.1)
-
-
-@on_ranks(1, frozen=(False, True))
-def test_a_model_whose_own_optimizer_is_not_stepped_yet_is_not_said_to_be_untrained(frozen: bool) -> None:
-    gc.unfreeze()
-    generator, discriminator = net(), nn.Linear(3, 1)
-    zhooks.attach(discriminator, policy=POLICY)
-    of_generator, of_discriminator = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (generator, discriminator))
-    if frozen:
-        # The collector does not show it any more.
-        gc.freeze()
-    for _ in range(2):
-        # The discriminator gets gradients here that nobody wants.
-        discriminator(generator(torch.ones(2, 6))).sum().backward()
-        of_generator.step()
-    of_discriminator.step()
-
-
 @on_ranks(2, end=("freeze", "detach"))
 def test_equal_optimizers_go_through_collectives_in_the_order_they_stepped_in_wherever_memory_has_them(end: str) -> None:
     rank, _ = place()
