@@ -24,7 +24,7 @@ from zhooks.tensor import part_numel
 
 __all__ = ["STAGED_NBYTES", "Bound", "Layouts"]
 
-#: Masters of one flat that is kept on a tier, unless a single parameter is larger: what an update stages at once.
+#: A rank's masters of one flat that is kept on a tier, unless a single parameter has more: what an update stages at once.
 STAGED_NBYTES = 32 << 20
 
 Member = tuple[str, nn.Parameter]
@@ -117,7 +117,8 @@ class Layouts:
         for name, param in group.params.items():
             kind = kind_of(group.names(name), param, self.policy, self.device, wide=id(param) in self.wide)
             kinds.setdefault(kind, []).append((name, param))
-        split = list(_split(kinds, self.bound))
+        owners = self.bound.ranks if self.table.shards_optimizer else 1
+        split = list(_split(kinds, self.bound, STAGED_NBYTES * owners))
         if len(split) > FLATS:
             raise AttachError(
                 f"Unit {group.name} is too large. Expected at most {FLATS} flat buffers, found more: its parameters are split "
@@ -145,11 +146,15 @@ class Layouts:
         )
 
 
-def _split(kinds: Mapping[Kind, Sequence[Member]], bound: Bound) -> Iterator[tuple[Kind, list[Member]]]:
+def _split(
+    kinds: Mapping[Kind, Sequence[Member]], bound: Bound, staged_nbytes: int
+) -> Iterator[tuple[Kind, list[Member]]]:
     """The parameters of each flat of a unit: one flat a kind; several where the bound demands it, or something is kept on a
     tier, whose staging buffers stay small.  A parameter above the bound has a flat of its own, and the small ones beside it
     stay together.
 
+    Args:
+        staged_nbytes: masters of a flat that is kept on a tier, those of all ranks together.
     Raises:
         PolicyError: the bound does not hold one aligned row.
     """
@@ -166,7 +171,7 @@ def _split(kinds: Mapping[Kind, Sequence[Member]], bound: Bound) -> Iterator[tup
             if not bound.admits(kind, numel):
                 yield kind, [member]
                 continue
-            staged = kind.tiers.anywhere and (size + numel) * kind.master.itemsize > STAGED_NBYTES
+            staged = kind.tiers.anywhere and (size + numel) * kind.master.itemsize > staged_nbytes
             if flat and (staged or not bound.admits(kind, size + numel)):
                 yield kind, flat
                 flat, size = [], 0

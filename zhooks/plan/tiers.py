@@ -55,9 +55,9 @@ def needs(units: Sequence[UnitPlan]) -> Need:
     footprints = [flat.footprint() for flat in flats]
     cells = [cell for footprint in footprints for cell in footprint]
     off_device = {tier: sum(cell.on(tier) for cell in cells) for tier in (Tier.HOST, Tier.DISK)}
-    # A flat is of one parameter, or of at most so many bytes.
-    masters = [(max(max(flat.layout.numels) * flat.kind.master.itemsize, STAGED_NBYTES), flat.ranks) for flat in flats]
-    largest = max((-(-nbytes // ranks) for nbytes, ranks in masters), default=0)
+    # A rank's range of a flat is of one parameter, or of at most so many bytes.
+    of_one = [-(-max(flat.layout.numels) * flat.kind.master.itemsize // flat.ranks) for flat in flats]
+    largest = max((STAGED_NBYTES, *of_one)) if flats else 0
     on_disk = [[cell.on(Tier.DISK) for cell in footprint] for footprint in footprints]
     passing = max((max(parameter + masters, gradient) for parameter, gradient, masters in on_disk), default=0)
     return Need(off_device, largest, passing)

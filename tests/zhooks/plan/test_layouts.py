@@ -98,3 +98,12 @@ def test_what_is_built_has_the_sizes_that_were_planned(stage: int, param: str, t
     cells = [cell for unit in attachment._units for flat in unit.plan.flats for cell in flat.footprint()]
     assert rows["gradient"] == sum(cell.nbytes for cell in cells if cell.what == "gradient")
     attachment.detach()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+def test_what_a_rank_moves_to_a_tier_at_once_does_not_shrink_with_the_number_of_ranks(ranks: int) -> None:
+    with torch.device("meta"):
+        block = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(12 * ranks)))
+    placed = {cell: {"tier": "host"} for cell in ("parameter", "gradient", "optimizer")}
+    flats = planned(block, placed, ranks=ranks, nbytes=16 << 30).flats
+    assert [flat.shard_numel * 4 for flat in flats] == [32 << 20] * 6
