@@ -3,6 +3,12 @@
 `updates.py` calls it with a compiled loop that claims its chunks by an atomic counter, without the interpreter's lock.  The
 threads are plain ones, because numba's own layers either refuse two callers at once or bring a second OpenMP beside
 torch's; it never looks at what is computed.
+
+Note: [Cores of a rank]
+    torchrun gives every rank one thread (OMP_NUM_THREADS=1) where the user has set no number, and an update of a billion
+    elements would run on one core of a machine of many.  So a rank that a launcher has started beside others, and whose
+    number of threads is one, updates on its share of the cores: the process' own divided by the ranks of this machine.  The
+    threads are bound to them, or all ranks' threads would begin on the same ones.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from functools import cache
 
 import torch
 
-__all__ = ["flushes_denormals", "share"]
+__all__ = ["cores_of_rank", "flushes_denormals", "share", "update_threads"]
 
 #: Below this many elements another thread costs more than it takes over.
 LEAST_NUMEL = 1 << 17
@@ -24,6 +30,26 @@ LEAST_NUMEL = 1 << 17
 CHUNK_NUMEL = 1 << 18
 
 _TINY = 5e-324
+
+
+def cores_of_rank() -> tuple[int, ...]:
+    """The numbers of the cores that are this rank's among the ranks that a launcher started here; none where none did."""
+    try:
+        rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        cores = sorted(os.sched_getaffinity(0))
+    except (AttributeError, KeyError, OSError, ValueError):
+        return ()  # Only Linux says which cores a process may use.
+    if not 0 <= rank < ranks or ranks == 1:
+        return ()
+    each = max(1, len(cores) // ranks)
+    start = rank * each % len(cores)
+    return tuple(cores[start : start + each])
+
+
+def update_threads() -> int:
+    """How many threads an update on the host runs on; see Note [Cores of a rank]."""
+    chosen = torch.get_num_threads()
+    return chosen if chosen > 1 else max(1, len(cores_of_rank()))
 
 
 def share(loop: Callable[[int, int], None], numel: int, *, threads: int, multiple: int) -> None:
@@ -73,7 +99,15 @@ def _wait_for(joined: list[Future[None]]) -> None:
 @cache
 def _pool(pid: int) -> ThreadPoolExecutor:
     # By process: a fork copies the object and none of its threads.
-    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="kernel")
+    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="kernel", initializer=_bind)
+
+
+def _bind() -> None:
+    """Keep this thread to the rank's cores; where the system does not allow that it runs on any."""
+    cores = cores_of_rank()
+    if cores:
+        with suppress(OSError):
+            os.sched_setaffinity(0, cores)
 
 
 def flushes_denormals() -> bool:

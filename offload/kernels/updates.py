@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from offload.errors import CapabilityError, LayoutError
 from offload.kernels.rounding import Noise
-from offload.kernels.sharing import share
+from offload.kernels.sharing import share, update_threads
 
 if TYPE_CHECKING:
     from offload.kernels.loops import Loop
@@ -127,7 +127,7 @@ def adam(
         copy: bf16 or fp16; only written.
         scale: the gradient is multiplied by it first, in fp32: unscaling and clipping in one factor.
         noise: where ``master`` is bf16, and only there: the result is rounded stochastically (`offload.rounding`).
-        threads: at most so many; default torch.get_num_threads(). The bits do not depend on it.
+        threads: at most so many; default `update_threads()`. The bits do not depend on it.
     Raises:
         LayoutError: a tensor is not as said above; nothing has been written.
         CapabilityError: `available` says why.
@@ -312,6 +312,6 @@ def _run(
     share(
         lambda counter, chunk: loop(counter, chunk, numel, places, scalars),
         numel,
-        threads=threads or torch.get_num_threads(),
+        threads=threads or update_threads(),
         multiple=multiple,
     )

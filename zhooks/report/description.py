@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from offload.kernels import cores_of_rank, update_threads
 from offload.policy import Policy
 from offload.text import counted, toml_value
 from offload.tier import Tier
@@ -72,6 +73,7 @@ def describe(
             f"{sum(map(ignored.nbytes, names)) / 2**20:,.2f} MiB ({', '.join(names[:3])}: {kinds})."
         )
     lines.extend(_divided(units, policy))
+    lines.extend(_updated(policy))
     lines.extend(_chosen(policy))
     lines.extend(f"Matches nothing here: {text}." for text in unmatched(model, units, policy))
     lines.append("R replicated, P partial sum until the accumulation boundary, S sharded.")
@@ -97,6 +99,18 @@ def _transports(comm: Comm) -> str:
     if len(set(over.values())) > 1:
         return "transports " + ", ".join(f"{transport} over {name}" for name, transport in over.items())
     return f"transport {next(iter(over.values()))}"
+
+
+def _updated(policy: Policy) -> list[str]:
+    """How many threads update on the host, and on which cores."""
+    numba = policy.optimizer.kernel == "numba"
+    if policy.optimizer.compute != "host" and not numba:
+        return []
+    if not numba:
+        return [f"Updates on the host: {counted(torch.get_num_threads(), 'thread')} of torch."]
+    threads, cores = update_threads(), cores_of_rank()
+    bound = f", bound to cores {cores[0]} to {cores[-1]}" if threads == len(cores) > 1 else ""
+    return [f"Updates on the host: {counted(threads, 'thread')}{bound}."]
 
 
 def _divided(units: Sequence[Unit], policy: Policy) -> list[str]:

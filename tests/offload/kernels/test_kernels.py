@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from collections.abc import Callable
@@ -269,6 +270,26 @@ def test_any_number_of_threads_gives_the_same_bits(name: str) -> None:
         many.update(threads=threads)
         for one, other in zip(alone.written(), many.written(), strict=True):
             assert same_bits(one, other), threads
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "cores"),
+    [
+        ("0", "2", (0, 1, 2, 3)), ("1", "2", (4, 5, 6, 7)), ("2", "3", (4, 5)), ("9", "16", (1,)), ("0", "1", ()),
+        (None, None, ()), ("0", None, ()), ("x", "2", ()), ("2", "2", ()), ("-1", "2", ()),
+    ],
+)  # fmt: skip
+def test_a_rank_beside_others_updates_on_its_share_of_the_cores(
+    rank: str | None, ranks: str | None, cores: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", ranks)):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert kernels.cores_of_rank() == cores
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert kernels.update_threads() == max(1, len(cores))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert kernels.update_threads() == 3
 
 
 def test_threads_take_the_caller_s_mode_of_denormals() -> None:
