@@ -1,6 +1,7 @@
 """This process's place among the ranks of its job, as far as torchrun or a process group has told it.
 
-``user_warnings.py`` warns on the first rank alone, and ``attach`` refuses ranks that have no group.  It reads what the launcher
+``user_warnings.py`` warns on the first rank alone, ``attach`` refuses ranks that have no group, and updates on the host take
+their share of the cores (``kernels/sharing.py``).  It reads what the launcher
 set and is no setting; it imports no torch.
 """
 
@@ -10,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["job_rank", "launched_among"]
+__all__ = ["job_rank", "launched_among", "launched_here"]
 
 #: Backends of process groups of which one process alone exists, whatever its rank.
 _ON_PAPER = ("fake", "virtual")
@@ -20,6 +21,14 @@ def launched_among() -> tuple[str, str] | None:
     """(rank, world) as torchrun has told this process; None where another program has started it."""
     told = os.environ.get
     return None if "TORCHELASTIC_RUN_ID" not in os.environ else (told("RANK", "0"), told("WORLD_SIZE", "1"))
+
+
+def launched_here() -> tuple[int, int] | None:
+    """(rank, ranks) among those of this machine, as a launcher has told this process; None where none has."""
+    rank, ranks = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not (rank.isdecimal() and ranks.isdecimal()) or int(rank) >= int(ranks):
+        return None
+    return int(rank), int(ranks)
 
 
 def job_rank() -> int:

@@ -22,6 +22,8 @@ from functools import cache
 
 import torch
 
+from offload.job_rank import launched_here
+
 __all__ = ["cores_of_rank", "flushes_denormals", "share", "update_threads"]
 
 #: Below this many elements another thread costs more than it takes over.
@@ -34,13 +36,10 @@ _TINY = 5e-324
 
 def cores_of_rank() -> tuple[int, ...]:
     """The numbers of the cores that are this rank's among the ranks that a launcher started here; none where none did."""
-    try:
-        rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        cores = sorted(os.sched_getaffinity(0))
-    except (AttributeError, KeyError, OSError, ValueError):
+    launched = launched_here()
+    if launched is None or launched[1] == 1 or not hasattr(os, "sched_getaffinity"):
         return ()  # Only Linux says which cores a process may use.
-    if not 0 <= rank < ranks or ranks == 1:
-        return ()
+    (rank, ranks), cores = launched, sorted(os.sched_getaffinity(0))
     each = max(1, len(cores) // ranks)
     start = rank * each % len(cores)
     return tuple(cores[start : start + each])
