@@ -338,7 +338,7 @@ HOOK = re.compile(
     r"|register_post_accumulate_grad_hook|register_(optimizer_)?step_(pre|post)_hook|register_(pre|multi_grad_)?hook"
 )
 HOOK_FILES = (
-    "zhooks/run/hooks.py", "zhooks/activation/saved.py", "zhooks/optim/step_hooks.py", "zhooks/grad/user_hooks.py",
+    "zhooks/run/hooks.py", "zhooks/activation/saved.py", "zhooks/optim/step_pipeline.py", "zhooks/grad/user_hooks.py",
     "zhooks/grad/direct.py", "zhooks/tensor/range_tensor.py",
 )  # fmt: skip
 

@@ -36,7 +36,7 @@ from zhooks.checkpoint import StockFolders, StockState, remove_dead_jobs
 from zhooks.comm import CONTROL, Call, Comm, Progress, all_or_none, meet, open_comm, refuse_unconnected, refused_by_all
 from zhooks.compiled import keep_outside_graphs
 from zhooks.keywords import explained, explained_methods
-from zhooks.optim import Around, Closures, HeldSteps, Optimizers, Owners, Rounding, Steps, watch_steps
+from zhooks.optim import Closures, HeldSteps, Optimizers, Owners, Rounding, Step, Stepper, StepPipeline, Steps, watch_steps
 from zhooks.plan import DeviceBudget, Plan, Request, StateBudgets, ignored_here, look, read
 from zhooks.planning import Choice, chosen_for
 from zhooks.report import (
@@ -139,7 +139,7 @@ class Attachment(
         self._pool = Pool(policy.comm.buffer, self._bus)
         self._rounding = Rounding(policy.optimizer.seed, stochastic=policy.optimizer.rounding == "stochastic")
         self._units: list[Unit] = []
-        self._steps = Steps(partial(self._ignored.parameters, self.model))
+        self._steps = Steps()
         self._tiers = open_tiers(policy, request.device, plan.tiers, comm, self._bus)
         # An attach that failed knows the optimizer it was given alone; what `apply` put in the place of tiers is shut, too.
         undo.callback(lambda: self._tiers.shut())
@@ -192,25 +192,27 @@ class Attachment(
         alike = partial(self._optimizers.agreed, "compare replicas")
         self._replica_checks = ReplicaChecks(self._comm, self._bus, self._units, self._steps, alike, self._ignored)
         undo.callback(lambda: self._tiers.end_steps())
-        # A step calls them in this order; torch's hooks keep none of them alive.
-        budgets = self._device_budget, self._state_budgets
-        # The first of them comes before what hides parameters from a step that is skipped.
-        held = HeldSteps(
-            partial(self._ignored.parameters, self.model), lambda: runtime.reducer.held, runtime.reduce_held
+        held = HeldSteps(lambda: runtime.reducer.held, runtime.reduce_held)
+        closures = Closures(
+            self._comm.world, lambda: self.policy.gradient.reduce == "mean", lambda: runtime.reducer.idle
         )
-        self._held_steps = held
-        first: tuple[Around, ...] = (held, self._optimizers, *budgets, scaling, self._nonfinite, self._steps)
-        for around in first:
-            undo.callback(watch_steps(around))
+        budgets = self._device_budget.before, self._state_budgets.before
+        # The first of them comes before what hides parameters from a step that is skipped.
+        before: list[Callable[[Step], None]] = [
+            held.before, self._optimizers.before, *budgets,
+            lambda step: scaling.before_step(step.optimizer, step.closure),
+            self._nonfinite.before, self._steps.before, lambda step: self._stepper.before(step), closures.before,
+        ]  # fmt: skip
+        # What was hidden is back before anybody asks whose step it was.
+        after: list[Callable[[Step], None]] = [
+            self._device_budget.after, lambda _: scaling.restore(), self._steps.after, lambda step: self._stepper.after(step)
+        ]  # fmt: skip
+        self._pipeline = StepPipeline(scaling.is_mine, before, after)
+        self._tiers.step(self.policy, self._bus, self._units, runtime, self._rounding, self._optimizers)
+        undo.callback(watch_steps(self._pipeline))
         if self._comm.failure is not None:
             undo.callback(self._comm.failure.ask, None)
             self._comm.failure.ask(self._progress)
-        self._tiers.step(self.policy, self._bus, self._units, runtime, self._rounding, self._optimizers)
-        self._closures = Closures(
-            partial(self._ignored.parameters, self.model), self._comm.world,
-            lambda: self.policy.gradient.reduce == "mean", lambda: runtime.reducer.idle,
-        )  # fmt: skip
-        undo.callback(watch_steps(self._closures))
         self._bus.stated_by(self._state_held)
         self._replanning = None if choice is None else self._watched(choice)
         if self._replanning is not None:
@@ -225,6 +227,11 @@ class Attachment(
         def __getattr__(self, name: str) -> NoReturn:
             instead = f"; {_IN_PLACE}: model.{name}" if hasattr(nn.Module, name) else ""
             raise AttributeError(f"Attachment has no attribute {name}{instead}.", name=name, obj=self)
+
+    @property
+    def _stepper(self) -> Stepper:
+        assert self._tiers.stepper is not None
+        return self._tiers.stepper
 
     def _training_begins(self) -> None:
         """A training pass begins, on every rank.  Collective."""

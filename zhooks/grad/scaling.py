@@ -100,7 +100,7 @@ class Scaling:
         _open.discard(self)
         # Kept graphs and tensors refer to this, and must not keep the attachment.
         self._passes, self._gradients = NoPasses(), ()
-        self._restore()
+        self.restore()
 
     # What enters and leaves the model.
 
@@ -252,20 +252,20 @@ class Scaling:
 
     # Steps.
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's pre-hook.
+    def before_step(self, optimizer: Optimizer, closure: object) -> None:
+        """Skip a step whose gradients have overflowed.
 
         Raises:
             ShardedOpError: a closure, whose backward would come too late to skip the step.
             ScaleError: a GradScaler scales too, or another stage overflowed with the scale at its minimum.
         """
-        self._restore()
+        self.restore()
         if not self.on:
             return
         mine = [param for group in optimizer.param_groups for param in group["params"] if self.is_mine(param)]
         if not mine:
             return
-        if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
+        if closure is not None:
             raise ShardedOpError(
                 f"{type(optimizer).__name__}.step(closure) expected a step without a closure, because [precision] loss_scale "
                 "skips steps that overflowed; found one. Call the closure yourself, then step()."
@@ -285,11 +285,7 @@ class Scaling:
             self._changed(before)
         self._fresh = False
 
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's post-hook."""
-        self._restore()
-
-    def _restore(self) -> None:
+    def restore(self) -> None:
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zhooks.optim.assign_owners import assign
 from zhooks.optim.choose_kernel import choices_of
-from zhooks.optim.closures import Closures, closure_of
+from zhooks.optim.closures import Closures
 from zhooks.optim.groups import holders, holds, params_of
 from zhooks.optim.kernel import grad_of
 from zhooks.optim.optimizers import Optimizers, about_state, optimizer_facts, partitions
@@ -14,7 +14,8 @@ from zhooks.optim.owners import Owners, Whole
 from zhooks.optim.rounding import Rounding, check_rounding
 from zhooks.optim.stand_in import Place, stand_in_of, step_stand_in
 from zhooks.optim.states import sharded_states, state_keys, states_of
-from zhooks.optim.step_hooks import Around, Stepper, watch_steps
+from zhooks.optim.step_hooks import Stepper
+from zhooks.optim.step_pipeline import Step, StepPipeline, closure_of, watch_steps
 from zhooks.optim.steps import HeldSteps, Steps
 from zhooks.optim.stored_states import plain_states_of
 from zhooks.optim.tiered_update import Updater
@@ -24,7 +25,6 @@ from zhooks.optim.whole_tiers import InMemory, OverTiers
 from zhooks.optim.whole_update import WholeUpdater
 
 __all__ = [
-    "Around",
     "Closures",
     "HeldSteps",
     "InMemory",
@@ -35,6 +35,8 @@ __all__ = [
     "Owners",
     "Place",
     "Rounding",
+    "Step",
+    "StepPipeline",
     "Stepper",
     "Steps",
     "Updater",

@@ -1,6 +1,6 @@
 """Closures of optimizers that decide by the loss: all ranks are given one value, that of the loss the gradients are of.
 
-``attach.py`` makes it; torch's step hooks call it before every step.  It never calls a closure itself, and leaves those alone
+``attach.py`` makes it; the step pipeline calls it before every step.  It never calls a closure itself, and leaves those alone
 whose optimizer could do without.
 
 Note: [One value]
@@ -12,51 +12,37 @@ Note: [One value]
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from zhooks.comm import CONTROL, Call, Transport
-from zhooks.optim.groups import holds
+from zhooks.optim.step_pipeline import Step
 
-__all__ = ["Closures", "closure_of"]
+__all__ = ["Closures"]
 
 
 class Closures:
     """The closures given to optimizers of one attachment's parameters.
 
     Args:
-        params: says which parameters are attached.
         world: the ranks that have other batches.
         mean: gradients are averaged over them, now.
         idle: this rank has run out of batches, now.
     """
 
-    def __init__(
-        self, params: Callable[[], Iterable[Tensor]], world: Transport, mean: Callable[[], bool], idle: Callable[[], bool]
-    ) -> None:
-        self._params, self._world, self._mean, self._idle = params, world, mean, idle
+    def __init__(self, world: Transport, mean: Callable[[], bool], idle: Callable[[], bool]) -> None:
+        self._world, self._mean, self._idle = world, mean, idle
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """torch's pre-hook: the arguments with another closure, or None."""
-        kind: Any = type(optimizer)
-        if self._world.axis.world == 1 or not _requires_closure(kind):
-            return None
-        if not holds(optimizer, self._params()):
-            return None
-        closure = closure_of(args, kwargs)
-        if closure is None:
-            return None
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": self._agreed(closure)}
-        return (args[0], self._agreed(closure), *args[2:]), kwargs
-
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's post-hook."""
+    def before(self, step: Step) -> None:
+        """Give the optimizer a closure whose value is that of all ranks, where it requires one."""
+        kind: Any = type(step.optimizer)
+        closure = step.closure
+        if self._world.axis.world > 1 and step.ours and closure is not None and _requires_closure(kind):
+            step.call_with(self._agreed(closure))
 
     def _agreed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         return closure if isinstance(closure, AgreedClosure) else AgreedClosure(closure, self._over_ranks)
@@ -71,12 +57,6 @@ class Closures:
         self._world.all_reduce(Call(CONTROL, "all-reduce sum", "the closure's loss"), total, "sum")
         found = float(total) / (self._world.axis.world if self._mean() else 1)
         return torch.full_like(value.detach(), found) if isinstance(value, Tensor) else found
-
-
-def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """What torch's step hooks are told, the optimizer first: the closure that a step is called with, if any."""
-    given = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
-    return given if callable(given) else None
 
 
 class AgreedClosure:

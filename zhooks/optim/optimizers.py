@@ -37,6 +37,7 @@ from zhooks.optim.groups import holders, params_of
 from zhooks.optim.kernel import BY_RANGES
 from zhooks.optim.owned_states import OwnedStates, tensors_in
 from zhooks.optim.owners import Owners
+from zhooks.optim.step_pipeline import Step
 from zhooks.tensor import ParamShard, ShardedTensor, ShardedVector
 
 __all__ = ["Optimizers", "about_state", "optimizer_facts", "partitions"]
@@ -107,8 +108,8 @@ class Optimizers:
 
     # How one becomes known.
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's pre-hook of every step.  Collective where the optimizer holds other things than it did, see Note [Met].
+    def before(self, step: Step) -> None:
+        """Every step.  Collective where the optimizer holds other things than it did, see Note [Met].
 
         Raises:
             CheckpointError: ranks hold different states; nothing has been updated.
@@ -116,12 +117,9 @@ class Optimizers:
             CapabilityError: Accelerate was asked for mixed precision, which it leaves out for this model.
             ShardedOpError: the optimizer partitions the parameters itself; nothing has been updated.
         """
-        met = self.met(optimizer)
-        if met is None or met.groups != len(optimizer.param_groups):
-            self.meet(optimizer, "step")
-
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's post-hook."""
+        met = self.met(step.optimizer)
+        if met is None or met.groups != len(step.optimizer.param_groups):
+            self.meet(step.optimizer, "step")
 
     def meet(self, optimizer: Optimizer, verb: str) -> None:
         """Compare it over the ranks and make full tensors among its states ranges.  Collective.

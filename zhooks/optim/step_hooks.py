@@ -1,24 +1,21 @@
 """Any torch optimizer, whole or over tiers: entered through torch's own step hooks.
 
-torch calls ``before`` and ``after`` around every optimizer's step; ``before`` has ``whole_update.py`` and, where there are
-tiers, ``tiered_update.py`` do what is theirs, and leaves the rest for the outer call.  It never computes an update and moves
-nothing.
+The pipeline calls ``before`` and ``after`` around every step; ``before`` has ``whole_update.py`` and, where there are tiers,
+``tiered_update.py`` do what is theirs, and leaves the rest for the outer call.  It never computes an update and moves nothing.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from offload.errors import ShardedOpError
 from zhooks.grad import running
@@ -26,11 +23,12 @@ from zhooks.optim.groups import leave
 from zhooks.optim.kernel import Arguments, FlatUpdate
 from zhooks.optim.overlap import Overlap
 from zhooks.optim.owners import Whole
+from zhooks.optim.step_pipeline import Step
 from zhooks.optim.tiered_update import Updater
 from zhooks.optim.whole_update import WholeUpdater
 from zhooks.tensor import ShardedTensor
 
-__all__ = ["Around", "Stepper", "watch_steps"]
+__all__ = ["Stepper"]
 
 
 class Stepper:
@@ -51,13 +49,13 @@ class Stepper:
         self._undo: Callable[[], None] | None = None
         #: The outer step, as torch calls it: what is left of it is the optimizer's own.
         self._outer: FrameType | None = None
-        self._unwatch = watch_steps(self)
+        self._closed = False
 
     def close(self) -> None:
         self.restore()
         if self.overlap is not None:
             self.overlap.close()
-        self._unwatch()
+        self._closed = True
 
     def restore(self) -> None:
         """Give an optimizer its parameters back, when its own step raised in between."""
@@ -65,8 +63,8 @@ class Stepper:
         if undo is not None:
             undo()
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's pre-hook.
+    def before(self, step: Step) -> None:
+        """Update what is ours.
 
         Raises:
             ShardedOpError: a closure, an argument that holds a tensor a parameter, or an optimizer whose step couples
@@ -74,6 +72,9 @@ class Stepper:
             TypeError: ``step`` does not take these arguments.
             TierError, BudgetError: a tier failed; the message says how far the step had come.
         """
+        optimizer, args, kwargs = step.optimizer, step.args, step.kwargs
+        if self._closed:
+            return
         if self._inside or self._present() is not None:
             self._check_nested(optimizer)
             return
@@ -90,7 +91,7 @@ class Stepper:
                 self._due()
                 # Not before: parameters frozen since backward have been laid out anew just now.
                 whole, updates = self._updates(optimizer)
-                self._outer, after = sys._getframe(2), dict(cast(Any, optimizer)._optimizer_step_post_hooks)
+                self._outer, after = step.frame, dict(cast(Any, optimizer)._optimizer_step_post_hooks)
                 self._undo = _leave_others(optimizer, _ids(whole) | _ids(updates), hooks)
                 if whole and self.updater is not None:
                     # What is whole is updated first, and stays so when the rest is refused.
@@ -108,9 +109,9 @@ class Stepper:
         finally:
             self._inside = False
 
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's post-hook."""
-        if not self._inside and self._outer is sys._getframe(2):
+    def after(self, step: Step) -> None:
+        """Give back what the step was to leave alone."""
+        if not self._inside and self._outer is step.frame:
             self.restore()
 
     def _restore_first(self, optimizer: Any, hooks: dict[Any, Any]) -> None:
@@ -147,46 +148,6 @@ class Stepper:
 
 def _ids(updates: Iterable[Whole | FlatUpdate]) -> set[int]:
     return {id(param) for update in updates for param in update.params()}
-
-
-class Around(Protocol):
-    """Who is called around every optimizer's step."""
-
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """None, or what the step shall be called with."""
-
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None: ...
-
-
-#: What ends the hooks of steppers, some of which may have gone without.
-_watching: list[tuple[weakref.ref[Around], Callable[[], None]]] = []
-
-
-def watch_steps(stepper: Around) -> Callable[[], None]:
-    """Have torch call a stepper until what is returned is called, and as long as it lives: torch's table must not keep a model
-    that everybody has let go."""
-    for entry in [entry for entry in _watching if entry[0]() is None]:
-        _watching.remove(entry)
-        entry[1]()
-    me = weakref.ref(stepper)
-
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        alive = me()
-        return None if alive is None else alive.before(optimizer, args, kwargs)
-
-    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        alive = me()
-        if alive is not None:
-            alive.after(optimizer, args, kwargs)
-
-    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
-
-    def unwatch() -> None:
-        for handle in handles:
-            handle.remove()
-
-    _watching.append((me, unwatch))
-    return unwatch
 
 
 def _arguments(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -1,20 +1,16 @@
 """How many optimizer steps an attachment has behind it, and whether one, or another change of its values, is under way.
 
 ``attachment/recovery.py`` compares it over the ranks when they have not met: a run can go on where all stand before the same
-step; errors of ``report/`` say the step's number.  It is called by torch's step hooks and changes nothing.
+step; errors of ``report/`` say the step's number.  The step pipeline calls it; it changes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
-
-from torch import nn
-from torch.optim import Optimizer
 
 from offload.errors import DivergenceError
-from zhooks.optim.groups import holds
+from zhooks.optim.step_pipeline import Step
 
 __all__ = ["HeldSteps", "Steps"]
 
@@ -25,27 +21,21 @@ class HeldSteps:
     DistributedDataParallel would step with each rank's own gradients, so that its ranks train apart.
 
     Args:
-        params: says which parameters are attached.
         held: whether something may be held back, alike on every rank.
         reduce: reduces it.  Collective.
     """
 
-    def __init__(self, params: Callable[[], list[nn.Parameter]], held: Callable[[], bool], reduce: Callable[[], None]) -> None:
-        self._params, self._held, self._reduce = params, held, reduce
+    def __init__(self, held: Callable[[], bool], reduce: Callable[[], None]) -> None:
+        self._held, self._reduce = held, reduce
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._held() and holds(optimizer, self._params()):
+    def before(self, step: Step) -> None:
+        if step.ours and self._held():
             self._reduce()
-
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's post-hook."""
 
 
 class Steps:
     """The steps of all optimizers that hold parameters of one attachment.
 
-    Args:
-        params: says which parameters those are.
     Attributes:
         count: steps that have ended since the attach or the last load.
         number: the step that is being made, counted from 0 at the attach and at every load: those of several optimizers
@@ -54,22 +44,21 @@ class Steps:
         dropped: gradients were, and no training pass has come since.
     """
 
-    def __init__(self, params: Callable[[], list[nn.Parameter]]) -> None:
-        self._params = params
+    def __init__(self) -> None:
         self.count, self.under_way, self.dropped = 0, "", False
         self.number, self._made = 0, False
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.ours(optimizer):
+    def before(self, step: Step) -> None:
+        if step.ours:
             if self.dropped:
                 raise DivergenceError(
-                    f"{type(optimizer).__name__}.step expected a backward after recover(), which dropped all gradients, found "
-                    "none. Repeat the step from its first forward."
+                    f"{type(step.optimizer).__name__}.step expected a backward after recover(), which dropped all gradients, "
+                    "found none. Repeat the step from its first forward."
                 )
-            self.under_way = f"{type(optimizer).__name__}.step"
+            self.under_way = f"{type(step.optimizer).__name__}.step"
 
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.ours(optimizer):
+    def after(self, step: Step) -> None:
+        if step.ours:
             self.count, self.under_way, self._made = self.count + 1, "", True
 
     @property
@@ -102,7 +91,3 @@ class Steps:
             self.under_way = ""
             raise
         self.count, self.under_way = self.count + 1, ""
-
-    def ours(self, optimizer: Optimizer) -> bool:
-        """It holds some parameter of the attachment."""
-        return holds(optimizer, self._params())

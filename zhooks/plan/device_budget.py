@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -24,6 +23,7 @@ from offload.tier import Tier
 from zhooks.comm import Comm, least
 from zhooks.grad import in_backward
 from zhooks.layout import Ignored, UnitPlan, inner_units
+from zhooks.optim import Step
 from zhooks.plan.arena import beside, reductions
 from zhooks.plan.first_steps import FirstSteps
 from zhooks.plan.state_sizes import Whole, state_nbytes
@@ -176,12 +176,13 @@ class DeviceBudget(FirstSteps):
         if optimizer not in headroom.foreseen:
             self._unforeseen.add(optimizer)
 
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's post-hook.  Collective after the first step of an optimizer whose states could not be foreseen.
+    def after(self, step: Step) -> None:
+        """Collective after the first step of an optimizer whose states could not be foreseen.
 
         Raises:
             BudgetError: its states do not fit; the step has been made on every rank, and the next one is refused.
         """
+        optimizer = step.optimizer
         if optimizer in self._unforeseen and not in_backward():
             self._unforeseen.discard(optimizer)
             self._counted.pop(optimizer, None)

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 from torch.optim import Optimizer
 
 from zhooks.grad import in_backward
-from zhooks.optim import holds
+from zhooks.optim import Step
 from zhooks.unit import Unit
 
 __all__ = ["FirstSteps"]
 
 
 class FirstSteps:
-    """Called around every optimizer's step (``watch_steps``).
+    """Called before every optimizer's step.
 
     Args:
         units: the attachment's own list.
@@ -30,8 +29,8 @@ class FirstSteps:
         # How many groups of parameters each had when it was counted: a step with more counts it again.
         self._counted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's pre-hook.  Collective at the first step of an optimizer that holds parameters of the model, and at the first
+    def before(self, step: Step) -> None:
+        """Every step.  Collective at the first step of an optimizer that holds parameters of the model, and at the first
         after it was given more, where there is a budget.
 
         Raises:
@@ -40,14 +39,12 @@ class FirstSteps:
         # Ranks need not come to a step in backward (an optimizer a parameter) in one order.
         if not self._bounded or in_backward():
             return
+        optimizer = step.optimizer
         if self._counted.get(optimizer) == len(optimizer.param_groups):
             return
-        if holds(optimizer, (param for unit in self._units for flat in unit.flats for param in flat.params)):
+        if step.ours:
             self._admit_states(optimizer)
         self._counted[optimizer] = len(optimizer.param_groups)
-
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's post-hook."""
 
     @property
     def _bounded(self) -> bool:

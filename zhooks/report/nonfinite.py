@@ -1,7 +1,7 @@
 """Where an inf or a nan came up first: on which rank, and whether in a parameter, in what a unit made, or in a gradient.
 
-``attach.py`` opens one an attachment; ``run/hooks.py`` shows it what units make, the reductions what they send, torch's step
-hooks every step.  It never changes a value.
+``attach.py`` opens one an attachment; ``run/hooks.py`` shows it what units make, the reductions what they send, the step
+pipeline every step.  It never changes a value.
 
 Note: [Judged at the step]
     A gradient that is not finite is nothing wrong as long as nobody steps with it: a scaler skips the step.  So ranks agree at
@@ -27,7 +27,7 @@ from offload.errors import NonFiniteError
 from offload.policy import Policy
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
 from zhooks.layout import part_of
-from zhooks.optim import Steps, closure_of, params_of
+from zhooks.optim import Step, Steps, params_of
 from zhooks.run import Runtime
 from zhooks.tensor import overflowed
 from zhooks.unit import Unit
@@ -122,24 +122,22 @@ class NonFinite:
 
     # Steps.
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """torch's pre-hook: the arguments with a closure that judges, where there is one, or None.
+    def before(self, step: Step) -> None:
+        """Judge the gradients that the step is to use; where it has a closure, after its first call.
 
         Raises:
             NonFiniteError: the step would use gradients that are not finite; on every rank, and nothing has been updated.
         """
-        if self._hooks is None or not self._steps.ours(optimizer):
-            return None
+        optimizer, closure = step.optimizer, step.closure
+        if self._hooks is None or not step.ours:
+            return
         if self._runtime.scaling.on or getattr(optimizer, "found_inf", None) is not None:
             self._runtime.due()
-            return None
-        closure = closure_of(args, kwargs)
-        if closure is None:
+        elif closure is None:
             self._judge(optimizer, "Nothing has been updated")
-            return None
-        ended = f"{type(optimizer).__name__}.step has ended after its first call of the closure"
-        judged = JudgedClosure(closure, partial(self._judge, optimizer, ended))
-        return (args, {**kwargs, "closure": judged}) if "closure" in kwargs else ((args[0], judged, *args[2:]), kwargs)
+        else:
+            ended = f"{type(optimizer).__name__}.step has ended after its first call of the closure"
+            step.call_with(JudgedClosure(closure, partial(self._judge, optimizer, ended)))
 
     def _judge(self, optimizer: Optimizer, outcome: str) -> None:
         """Raise where this optimizer would use gradients that are not finite.  Collective where there may be some."""
@@ -155,9 +153,6 @@ class NonFinite:
         # Those of parameters that another optimizer steps may be what is not finite.
         mine = [param for unit in self._units for flat in unit.flats for param in flat.params]
         self._bad = self._anywhere(_unusable(mine))
-
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's post-hook."""
 
     def _suspected(self) -> bool:
         """Ranks that divide layers between them have agreed with those alone that have the same part: collective over tp.
