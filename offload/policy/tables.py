@@ -463,7 +463,8 @@ class Comm(Table):
     timeout_s: float = words(
         300.0,
         expected="seconds, above 0 and at most 86400",
-        does="How long a rank waits without progress before it raises `DivergenceError`; not for CUDA tensors.",
+        does="How long a rank waits without progress before it raises `DivergenceError`. The limit of collectives on a device, "
+        "too, which the host learns of later.",
         why="Long enough for a slow first step, short enough to name a missing rank within minutes.",
         gt=0,
         le=86400,

@@ -263,8 +263,9 @@ def _open_axis(
     if device.type == NAME:
         return VirtualTransport(axis)
     wanted, timeout = policy.comm.transport, policy.comm.timeout_s
-    # Some calls of the backend wait where they start: by its own clock, no longer than other waits.
-    patience = Waits(axis, timeout, failure).patience_s or timeout
+    # Some calls of the backend wait where they start, those of a device wherever its stream is: by the backend's own clock, no
+    # longer than other waits.
+    patience = Waits(axis, timeout, failure).patience_s
     if device.type != "cpu" and wanted in ("p2p", "shm"):
         raise CapabilityError(
             f'[comm] transport needs "auto" or "stock" for parameters on {device.type}, found "{wanted}". '
@@ -301,10 +302,9 @@ def _group(
     """
     known = dict(each.split(":", 1) for each in dist.get_backend_config().split(","))
     backend: str | None = None
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
     if device.type == "cpu":
         backend = None if "cpu" in known else "gloo"
-        options["timeout"] = timedelta(seconds=timeout_s)
     else:
         options["device_id"] = device
         own = known.get(device.type) or dist.Backend.default_device_backend_map.get(device.type)

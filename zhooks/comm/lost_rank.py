@@ -46,30 +46,29 @@ class Waits:
     """How the calls over one axis are waited for.
 
     Args:
-        timeout_s: for one wait; None leaves it to the backend.
+        timeout_s: for one wait.
         failure: what all ranks of the attachment agree on; None where they have not met.
     """
 
-    def __init__(self, axis: Axis, timeout_s: float | None, failure: AgreedFailure | None) -> None:
+    def __init__(self, axis: Axis, timeout_s: float, failure: AgreedFailure | None) -> None:
         self.axis, self.timeout_s, self.failure = axis, timeout_s, failure
 
     @property
-    def patience_s(self) -> float | None:
+    def patience_s(self) -> float:
         """How long a wait lasts before the roll is called."""
-        return self.timeout_s if self.timeout_s is None or self.failure is None else self.timeout_s - grace_of(self.timeout_s)
+        return self.timeout_s if self.failure is None else self.timeout_s - grace_of(self.timeout_s)
 
     def failed(self, call: Call, error: RuntimeError, suspects: Sequence[int] = ()) -> DivergenceError:
         """The error of a wait or a start that the backend has ended with ``error``."""
         parted = _PARTED.search(str(error)) is not None
-        if self.failure is not None and self.timeout_s is not None:
+        if self.failure is not None:
             found = f"the backend said: {str(error).splitlines()[0]}"
             return self.failure.fail(call, self.axis, found, kind="gone" if parted else "late", suspects=suspects)
         if parted:
             others = list(suspects) or [rank for rank in self.axis.ranks if rank != self.axis.ranks[self.axis.rank]]
             who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
             return gone(call, self.axis, who, f"the backend said: {error}")
-        within = None if self.timeout_s is None else timedelta(seconds=self.timeout_s)
-        return late(call, self.axis, within, f"the backend said: {error}")
+        return late(call, self.axis, timedelta(seconds=self.timeout_s), f"the backend said: {error}")
 
     @contextmanager
     def starting(self, call: Call) -> Iterator[None]:
@@ -93,30 +92,32 @@ class BackendWork:
     Args:
         keep: what the works read or write, kept until they are done.
         peers: the rank that each of the works waits for; none where they are collectives.
+        ordered: a wait orders the device's stream and does not hold the host; the backend itself limits how long they take.
     """
 
-    __slots__ = ("_call", "_keep", "_peers", "_waits", "_works")
+    __slots__ = ("_call", "_keep", "_ordered", "_peers", "_waits", "_works")
 
     def __init__(
-        self, call: Call, works: list[dist.Work], keep: list[Tensor], waits: Waits, peers: Sequence[int] = ()
+        self,
+        call: Call,
+        works: list[dist.Work],
+        keep: list[Tensor],
+        waits: Waits,
+        peers: Sequence[int] = (),
+        *,
+        ordered: bool = False,
     ) -> None:
         self._call, self._works, self._keep, self._waits, self._peers = call, works, keep, waits, peers
+        self._ordered = ordered
 
     def wait(self) -> None:
         works, self._works = self._works, []
-        if self._waits.timeout_s is None:
-            for work in works:
-                self._wait(work, None, ())
-        else:
-            patience_s = self._waits.patience_s or 0.0
-            deadline = time.monotonic() + patience_s
-            for place, work in enumerate(works):
-                self._wait(work, deadline, self._peers[place : place + 1], works[place + 1 :])
+        deadline = None if self._ordered else time.monotonic() + self._waits.patience_s
+        for place, work in enumerate(works):
+            self._wait(work, deadline, self._peers[place : place + 1], works[place + 1 :])
         self._keep = []
 
-    def _wait(
-        self, work: dist.Work, deadline: float | None, peers: Sequence[int], later: Sequence[dist.Work] = ()
-    ) -> None:
+    def _wait(self, work: dist.Work, deadline: float | None, peers: Sequence[int], later: Sequence[dist.Work]) -> None:
         try:
             if deadline is None:
                 work.wait()
@@ -184,12 +185,9 @@ def gone(call: Call, axis: Axis, who: str, found: str = "") -> DivergenceError:
     return DivergenceError(f"{as_subject(who)} {GONE}. {waiting(call, axis)} {OWN_OUTPUT} {internals(call, axis, found)}")
 
 
-def late(call: Call, axis: Axis, timeout: timedelta | None, found: str) -> DivergenceError:
-    """The error of a rank that waits for others in vain; None is the time that the process group allows."""
-    within, advice = " within the process group's timeout", "init_process_group(timeout=...)"
-    if timeout is not None:
-        within, advice = f" within {timeout.total_seconds()} s", "[comm] timeout_s"
+def late(call: Call, axis: Axis, timeout: timedelta, found: str) -> DivergenceError:
+    """The error of a rank that waits for others in vain."""
     return DivergenceError(
-        f"Another rank is late. {waiting(call, axis, within)} {SAME_CALLS} If a rank is only slow, raise {advice}. "
-        f"{internals(call, axis, found)}"
+        f"Another rank is late. {waiting(call, axis, f' within {timeout.total_seconds()} s')} {SAME_CALLS} "
+        f"If a rank is only slow, raise [comm] timeout_s. {internals(call, axis, found)}"
     )

@@ -46,7 +46,7 @@ class SharedMemory:
     ) -> None:
         self.axis = axis
         self._timeout_s = timeout_s
-        self._failure, self._patience_s = failure, Waits(axis, timeout_s, failure).patience_s or timeout_s
+        self._failure, self._patience_s = failure, Waits(axis, timeout_s, failure).patience_s
         self._rings, self._board = rings, [board]
         #: Where it is noted that this rank waits here: of this axis, and of those that have all of its ranks.
         self.boards = self._board

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,8 +49,7 @@ class Stock:
     ) -> None:
         self.axis = axis
         self._groups = groups
-        # On a GPU waits are the process group's own.
-        self._waits, self._unbounded = Waits(axis, timeout_s, failure), Waits(axis, None, failure)
+        self._waits = Waits(axis, timeout_s, failure)
         self._device = device
         # The backend pairs calls by their order alone: two gathers of one size would pass each other's values unseen.
         self._order = 0
@@ -81,6 +81,7 @@ class Stock:
             step += numel
 
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
+        self._refuse_given_up(call)
         moved = self._sent(tensor)
         with self._waits.starting(call):
             work = dist.all_reduce(moved, op=OPS[op], group=self._groups[CONTROL], async_op=True)
@@ -111,12 +112,22 @@ class Stock:
         return Staged(self._track(call, sent, [work]), [(received, target)])
 
     def broadcast(self, call: Call, tensor: Tensor) -> None:
+        self._refuse_given_up(call)
         moved = self._sent(tensor).contiguous()
         with self._waits.starting(call):
             work = dist.broadcast(moved, src=self.axis.ranks[0], group=self._groups[CONTROL], async_op=True)
         self._track(call, moved, [work]).wait()
         if moved is not tensor:
             tensor.copy_(moved)
+
+    def _refuse_given_up(self, call: Call) -> None:
+        """A collective of the device's that ran out of time wrote nothing, and held nobody up: what follows may not be kept."""
+        for group in self._groups.values() if self._device.type != "cpu" else ():
+            backend: Any = group._get_backend(self._device)
+            # NCCL's has it; others may not.
+            if hasattr(backend, "get_error") and backend.get_error().name != "SUCCESS":
+                found = RuntimeError(f"an earlier collective of {self.axis.name} on {self._device.type} did not complete")
+                raise self._waits.failed(call, found)
 
     def _sent(self, tensor: Tensor) -> Tensor:
         """Where a tensor is sent from: facts of the host from there, whole parameters of it by the device's faster links."""
@@ -139,4 +150,4 @@ class Stock:
         self._groups = {}
 
     def _track(self, call: Call, moved: Tensor, works: list[dist.Work]) -> Work:
-        return BackendWork(call, works, [], self._waits if moved.device.type == "cpu" else self._unbounded)
+        return BackendWork(call, works, [], self._waits, ordered=moved.device.type != "cpu")

@@ -477,7 +477,8 @@ void bind_collectives(pybind11::module& module) {
   pybind11::class_<Group, c10d::Backend, c10::intrusive_ptr<Group>>(module, "Group")
       .def(pybind11::init([](const Gloo& gloo, int rank, int size, double timeout_s) {
         return c10::make_intrusive<Group>(gloo, rank, size, Milliseconds(static_cast<int64_t>(timeout_s * 1e3)));
-      }));
+      }))
+      .def("get_error", &Group::getError);
 }
 
 }  // namespace accel

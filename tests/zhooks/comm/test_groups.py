@@ -5,6 +5,7 @@ pytest runs it, on two and four ranks over Gloo; what a GPU's backends would do 
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -35,6 +36,10 @@ class Counted:
         if dist.get_rank() in ranks:
             self.made.append(said)
         return group
+
+
+#: [comm] timeout_s by default, less what a roll call takes of it.
+LIMIT = timedelta(seconds=Policy().comm.timeout_s - 2.0)
 
 
 def net() -> nn.Sequential:
@@ -77,8 +82,8 @@ def test_on_a_gpu_groups_are_connected_at_once_and_the_control_channel_has_gloo_
         counted = Counted(patched)
         patched.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
         opened = open_comm(resolve(None), Policy(), device)
-        control = {"device_id": device, "backend": "cpu:gloo,cuda:nccl"}
-        assert counted.made == [{"device_id": device, "backend": None}] * 2 + [control]
+        control = {"device_id": device, "timeout": LIMIT, "backend": "cpu:gloo,cuda:nccl"}
+        assert counted.made == [{**control, "backend": None}] * 2 + [control]
         assert isinstance(opened.shard, Stock)
         facts = torch.tensor([dist.get_rank(), 1])
         # A copy to the device would raise here.
@@ -104,7 +109,7 @@ def test_the_groups_of_any_device_have_the_backend_of_its_type() -> None:
             patched.setattr(dist, "get_backend_config", lambda group=None, config=config: config)
             patched.setattr(dist.Backend, "default_device_backend_map", registered)
             opened = open_comm(resolve(None), Policy(), device)
-            assert counted.made[-1] == {"device_id": device, "backend": said}, config
+            assert counted.made[-1] == {"device_id": device, "timeout": LIMIT, "backend": said}, config
             assert isinstance(opened.shard, Stock)
             opened.close()
     with pytest.MonkeyPatch.context() as patched:

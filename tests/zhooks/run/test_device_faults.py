@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zhooks
-from tests.support.on_ranks import hooks_left, on_accelerators
+from tests.support.on_ranks import folder, hooks_left, on_accelerators, place
 from tests.support.schedules import native
 
 
@@ -86,3 +86,38 @@ def test_a_kernel_that_faults_is_an_error_where_the_host_next_waits() -> None:
             step(under, optimizer)
     finally:
         native().forget_failure()
+
+
+def hangs_in(number: int) -> Any:
+    """The rank's collective of this number never completes, on rank 0; the other waits for it."""
+    return fault("hang_collective_in", number if place()[0] == 0 else 0)
+
+
+@on_accelerators(2, number=(1, 5))
+def test_a_collective_that_never_completes_is_an_error_of_training_on_every_rank(number: int) -> None:
+    under = model()
+    attached(under, comm={"timeout_s": 6})
+    optimizer = torch.optim.AdamW(under.parameters(), lr=1e-3)
+    step(under, optimizer)
+    torch.accelerator.synchronize()
+    called = "gather 0" if number == 1 else "reduce 2"
+    said = f"{called}, axis shard; the backend said: .* did not end"
+    with pytest.raises(zhooks.DivergenceError, match=said), hangs_in(number):
+        step(under, optimizer)
+        # As with NCCL, the host does not wait for a collective, and learns of it when it makes the next one.
+        torch.accelerator.synchronize()
+        step(under, optimizer)
+
+
+@on_accelerators(2)
+def test_nothing_is_saved_after_a_collective_that_never_completed() -> None:
+    under = model()
+    attachment = attached(under, comm={"timeout_s": 6})
+    optimizer = torch.optim.AdamW(under.parameters(), lr=1e-3)
+    step(under, optimizer)
+    torch.accelerator.synchronize()
+    with folder() as at:
+        with pytest.raises(zhooks.DivergenceError, match="did not complete"), hangs_in(5):
+            step(under, optimizer)
+            attachment.save(at / "run")
+        assert not (at / "run").exists()
