@@ -7,7 +7,7 @@ Source: ZeRO, arXiv:1910.02054, section 3 (16 Psi; 4 Psi + 12 Psi/N; 2 Psi + 14 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -76,6 +76,9 @@ class MemoryReport:
     @property
     def by_tier(self) -> dict[str, int]:
         """Bytes on each tier: model states and buffers now, activations at their peak (0 if none were counted)."""
+        return self._with(lambda residue: max(residue.nbytes or 0, residue.peak or 0))
+
+    def _with(self, activations: Callable[[Residue], int]) -> dict[str, int]:
         sums = dict.fromkeys((tier.value for tier in Tier), 0)
         for row in self.rows:
             sums[row.tier] += row.nbytes
@@ -83,7 +86,7 @@ class MemoryReport:
             if _where(name) in sums:
                 sums[_where(name)] += nbytes
         for residue in self.residual:
-            sums[residue.tier] += max(residue.nbytes or 0, residue.peak or 0)
+            sums[residue.tier] += activations(residue)
         return sums
 
     @property
@@ -151,7 +154,7 @@ def memory_report(
     advised = advice(_on_device(seen), residual.terms) if residual.counted else None
     return replace(
         seen,
-        rest=tuple(unaccounted(flats[0].kind.device, seen.by_tier, seen.shared, store)),
+        rest=tuple(unaccounted(flats[0].kind.device, seen._with(lambda residue: residue.nbytes or 0), seen.shared, store)),
         notes=(*_over_tp(comm), *notes(residual), *([advised] if advised else [])),
     )
 
