@@ -394,7 +394,7 @@ NAMES_DEVICES = (
     "offload/device/*.py", "offload/virtual/*.py", "offload/allocator/*.py", "offload/policy/tables.py",
     "zhooks/checkpoint/rng.py",
     "tools/zprof/gpu/*.py", "tools/zprof/doctor/gpu.py", "tools/zprof/oom/*.py", "tools/zprof/commands/oom.py",
-    "tools/zprof/recording/cuda_history.py", "tools/zprof/recording/kineto.py", "tools/zprof/recording/operators.py",
+    "tools/zprof/recording/allocator_history.py", "tools/zprof/recording/kineto.py", "tools/zprof/recording/operators.py",
     "tools/zprof/recording/computing.py", "tools/zprof/recording/sampler.py",
 )  # fmt: skip
 

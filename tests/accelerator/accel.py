@@ -147,6 +147,9 @@ def _module(native: Any) -> types.ModuleType:
             "allocator_settings": {},
         }
 
+    def record_memory_history(enabled: str | None = "all", *_: Any, max_entries: int = 1 << 20, **__: Any) -> None:
+        native.record_history(enabled is not None, max_entries)
+
     for given in (
         is_available, set_device, device, current_stream, default_stream, stream, synchronize, manual_seed, manual_seed_all,
         get_rng_state, set_rng_state, memory_stats, mem_get_info, get_amp_supported_dtype, memory_snapshot,
@@ -154,6 +157,8 @@ def _module(native: Any) -> types.ModuleType:
         setattr(module, given.__name__, given)
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "empty_cache"):
         setattr(module, name, getattr(torch.accelerator, name))
+    module.memory = types.ModuleType(f"torch.{DEVICE_TYPE}.memory")  # type: ignore[attr-defined]
+    module.memory._snapshot, module.memory._record_memory_history = memory_snapshot, record_memory_history
     module.reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats  # type: ignore[attr-defined]
     module.device_count = native.device_count  # type: ignore[attr-defined]
     module.current_device = native.current_device  # type: ignore[attr-defined]

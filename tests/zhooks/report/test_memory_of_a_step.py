@@ -83,7 +83,7 @@ def test_the_peak_of_a_step_is_to_the_byte_what_memory_says_then() -> None:
     outside = {moment.event: set[int]() for moment in watch.moments}
     for moment in watch.moments:
         outside[moment.event].add(moment.other() - before)
-    # The batch alone, or the gradient of an output in place of it, which autograd has counted by then; and the loss with its own.
+    # The batch, or, counted by autograd by then, the gradient of an output in its place; and the loss with its gradient.
     for event in ("begin gather", "end gather", "end wait gather", "begin compute", "end compute", "begin forward"):
         assert outside[event] <= {BATCH, BATCH + 2 * BLOCK}, event
     # Autograd holds the gradient of the weight still, whose values have gone into the buffer that is reduced.

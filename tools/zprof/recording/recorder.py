@@ -52,7 +52,7 @@ CHUNK = 4096
 #: Part -> what is not recorded without it.
 LACKING = {
     "tracker": "storages are",
-    "cuda_history": "the history of CUDA's allocator is",
+    "allocator_history": "the history of the device's allocator is",
     "optimizer_steps": "steps of optimizers are",
     "computing": "what steps compute is",
     "operators": "operators are",
@@ -262,7 +262,7 @@ class Recorder:
         self._sample()
         if self.level != "events":
             self._start_part("zprof.recording.tracker")
-            self._start_part("zprof.recording.cuda_history")
+            self._start_part("zprof.recording.allocator_history")
         self._watch_steps()
         if self.level == "ops":
             self._start_part("zprof.recording.operators")

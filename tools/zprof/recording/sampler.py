@@ -23,6 +23,7 @@ __all__ = [
     "Sampler",
     "TorchSampler",
     "cgroup_folder",
+    "has_accelerator",
     "process_samplers",
     "running_device",
     "torch_devices",
@@ -205,6 +206,15 @@ def running_device() -> tuple[str, Any] | None:
         if module is not None:
             return kind, module
     return None
+
+
+def has_accelerator() -> bool:
+    """torch, which is imported, computes on an accelerator here, or can: tensors of the CPU lie beside its memory."""
+    torch = sys.modules["torch"]
+    if torch._C._get_privateuse1_backend_name() not in _NO_DEVICE:
+        return True
+    # By the build, not by asking CUDA: to ask fixes the devices a script sees, and what its forks may do.
+    return bool(torch.backends.cuda.is_built()) and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _levels(module: Any, index: int) -> list[Any]:

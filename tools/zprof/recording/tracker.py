@@ -26,7 +26,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +46,7 @@ from zprof.recording.hooks import (
 from zprof.recording.mode import Ear, storages_of
 from zprof.recording.modules import BACKWARD, OPTIMIZER, OUTSIDE, Doing, Places, modules_alive
 from zprof.recording.quiet import pop, push
+from zprof.recording.sampler import has_accelerator
 from zprof.recording.stacks import Stacks
 from zprof.recording.storages import Storages
 from zprof.rows import CATEGORIES, TIERS, placed
@@ -113,8 +113,7 @@ class Tracker:
         #: Storages that are not counted, by address: foreign, empty, without memory.
         self._besides: dict[int, weakref.ref[Any]] = {}
         self._ear = Ear(self, storages._live, self._besides)
-        # By the build, not by asking CUDA: to ask fixes the devices a script sees, and what its forks may do.
-        self._host = "host" if torch.backends.cuda.is_built() and any(Path("/dev").glob("nvidia[0-9]*")) else "device"
+        self._host = "host" if has_accelerator() else "device"
         self._named: dict[int, list[tuple[str, weakref.ref[nn.Module]]]] = {}
         self._made_in_step: list[tuple[int, weakref.ref[Any]]] = []
         self._state_seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()

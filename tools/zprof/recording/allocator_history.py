@@ -1,6 +1,8 @@
-"""Owns what torch's CUDA allocator remembers during a recording: switches its history on, and notes its snapshot at the end.
+"""Owns what torch's allocator of a device remembers during a recording: switches its history on, and notes its snapshot at
+the end.
 
-The recorder starts it at the levels that see every storage. It does nothing where no CUDA runs, and never starts CUDA itself.
+The recorder starts it at the levels that see every storage. It does nothing where no device runs whose allocator has a
+history (CUDA, XPU), and never starts a device itself.
 """
 
 from __future__ import annotations
@@ -9,18 +11,20 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from zprof.recording.sampler import running_device
+
 if TYPE_CHECKING:
     from zprof.recording.recorder import Recorder
     from zprof.recording.sampler import Reading
 
-__all__ = ["CudaHistory", "open_part"]
+__all__ = ["AllocatorHistory", "open_part"]
 
 #: Allocations the allocator remembers, the latest; what a note can hold is less.
 MOST_ENTRIES = 100_000
 
 
-class CudaHistory:
-    """The allocator's own record of one recording; a sampler, too, that begins it once CUDA runs."""
+class AllocatorHistory:
+    """The allocator's own record of one recording; a sampler, too, that begins it once a device runs."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -32,13 +36,13 @@ class CudaHistory:
         if memory is None or self._asked:
             return
         self._asked = True
-        if _recording():
+        if _recording(memory):
             return
         memory._record_memory_history("all", context=None, stacks="python", max_entries=MOST_ENTRIES)
         self._began = True
 
     def sample(self) -> Sequence[Reading]:
-        """No level: CUDA may have been started since."""
+        """No level: a device may have been started since."""
         if not self._asked:
             self.start()
         return ()
@@ -63,20 +67,22 @@ class CudaHistory:
 
 
 def _allocator() -> Any:
-    """``torch.cuda.memory`` of a torch whose CUDA runs already: to ask earlier would fix what the script may still choose."""
-    torch = sys.modules.get("torch")
-    return torch.cuda.memory if torch is not None and torch.cuda.is_initialized() else None
+    """``torch.cuda.memory``, or what another type has of it, of a device that runs already: to ask earlier would fix what the
+    script may still choose."""
+    found = running_device()
+    memory = getattr(found[1], "memory", None) if found is not None else None
+    return memory if hasattr(memory, "_record_memory_history") and hasattr(memory, "_snapshot") else None
 
 
-def _recording() -> bool:
-    """The user has switched the history on."""
-    asked = getattr(sys.modules["torch"]._C, "_cuda_isHistoryEnabled", None)
-    # A torch that does not say: the user's own history, if there is one, must not be ended.
-    return asked is None or bool(asked())
+def _recording(memory: Any) -> bool:
+    """The user has switched the history on: it must not be ended."""
+    asked = getattr(sys.modules["torch"]._C, "_cuda_isHistoryEnabled", None) if memory.__name__ == "torch.cuda.memory" else None
+    # Who does not say it shows what has happened since.
+    return bool(asked()) if asked is not None else any(memory._snapshot()["device_traces"])
 
 
-def open_part(recorder: Recorder) -> CudaHistory:
+def open_part(recorder: Recorder) -> AllocatorHistory:
     """What the recorder starts and closes, and samples."""
-    history = CudaHistory(recorder)
+    history = AllocatorHistory(recorder)
     recorder.add_sampler(history)
     return history
