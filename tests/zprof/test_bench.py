@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from tests.support.forked import launch
+from tests.support.on_gpus import on_gpus
 from zprof.bench.gather import PREFIX
 from zprof.bench.store import bench_path, stored
 from zprof.cli import main
@@ -76,10 +77,12 @@ def test_without_a_gpu_its_copies_are_refused_by_name_and_left_out_of_all(bench:
     assert result.exit_code == 4
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_copies_to_and_from_a_gpu_are_measured(bench: Any) -> None:
-    body = json.loads(bench("h2d", "d2h", "--size", "64MiB", "--json", "--no-store").stdout)
+@on_gpus()
+def test_copies_to_and_from_a_gpu_are_measured(device: str) -> None:
+    asked = ["bench", "h2d", "d2h", "--size", "64MiB", "--json", "--no-store"]
+    measured = CliRunner().invoke(main, asked, catch_exceptions=False)
+    assert torch.accelerator.current_accelerator() == torch.device(device)
+    body = json.loads(measured.stdout)
     assert [figure["name"] for figure in body["figures"]] == ["h2d", "d2h"]
 
 

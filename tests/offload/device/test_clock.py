@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from offload.device import bus_of, open_device
 from offload.events import CAPTURED, HERE, Bus, During, Event, KnownTime, Recorder, TimeMark
 from offload.pages import aligned
 from offload.work import DONE, all_of, during, then
+from tests.support.on_gpus import module, on_gpus
 from tests.support.streams import Paper, PaperDevice
 
 MS = 1_000_000
@@ -21,7 +23,7 @@ NEAR = 200
 
 gpu = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; streams on paper hold what they can show"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: torch.profiler, the host's clock, graphs"),
 ]
 
 
@@ -272,20 +274,54 @@ def test_a_bus_for_a_cpu_has_no_streams() -> None:
     assert recorder.events[0].mark is None
 
 
-# --- what only a GPU can show -----------------------------------------------------------------------------------------
+# --- of a device ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def heard(device: str) -> Iterator[tuple[Bus, Recorder]]:
+    """The bus of the device of this process, and what is said on it."""
+    bus, recorder = bus_of(torch.device(device, module(device).current_device())), Recorder(keeps_time=True)
+    bus.attach(recorder)
+    try:
+        yield bus, recorder
+    finally:
+        bus.detach(recorder)
+
+
+def known(recorder: Recorder) -> list[int]:
+    torch.accelerator.synchronize()
+    return [time_of(event.mark) for event in recorder.events]
+
+
+@on_gpus()
+def test_a_wait_lasts_as_long_as_the_stream_stood_still(device: str) -> None:
+    with heard(device) as (bus, recorder):
+        bus.instant("ready", "u", at=HERE)
+        side = module(device).Stream()
+        timed = [module(device).Event(enable_timing=True) for _ in range(2)]
+        torch.accelerator.synchronize()
+        with module(device).stream(side):
+            timed[0].record()
+            if device == "cuda":
+                torch.cuda._sleep(1 << 28)
+            else:
+                # A kernel of it takes two microseconds and one for each MB.
+                torch.ones(1 << 28, dtype=torch.uint8, device=device)
+            timed[1].record()
+        bus.begin("wait gather", "u", at=HERE)
+        torch.accelerator.current_stream().wait_event(timed[1])
+        bus.end("wait gather", "u", at=HERE)
+        _, begin, end = known(recorder)
+        assert end - begin == pytest.approx(timed[0].elapsed_time(timed[1]) * 1e6, rel=0.02)
+
+
+# --- what is CUDA's own: torch.profiler's times, the host's clock, graphs ----------------------------------------------
 
 
 @pytest.fixture
 def cuda_bus() -> Iterator[tuple[Bus, Recorder]]:
-    bus, recorder = bus_of(torch.device("cuda", torch.cuda.current_device())), Recorder(keeps_time=True)
-    bus.attach(recorder)
-    yield bus, recorder
-    bus.detach(recorder)
-
-
-def known(recorder: Recorder) -> list[int]:
-    torch.cuda.synchronize()
-    return [time_of(event.mark) for event in recorder.events]
+    with heard("cuda") as found:
+        yield found
 
 
 class TestCuda:
@@ -305,22 +341,6 @@ class TestCuda:
         kernels = [event.time_range for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
         lasted_us = max(each.end for each in kernels) - min(each.start for each in kernels)
         assert end - begin == pytest.approx(lasted_us * 1e3, rel=0.02)
-
-    def test_a_wait_lasts_as_long_as_the_stream_stood_still(self, cuda_bus: tuple[Bus, Recorder]) -> None:
-        bus, recorder = cuda_bus
-        bus.instant("ready", "u", at=HERE)
-        side = torch.cuda.Stream()
-        timed = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        torch.cuda.synchronize()
-        with torch.cuda.stream(side):
-            timed[0].record()
-            torch.cuda._sleep(1 << 28)
-            timed[1].record()
-        bus.begin("wait gather", "u", at=HERE)
-        torch.cuda.current_stream().wait_event(timed[1])
-        bus.end("wait gather", "u", at=HERE)
-        _, begin, end = known(recorder)
-        assert end - begin == pytest.approx(timed[0].elapsed_time(timed[1]) * 1e6, rel=0.02)
 
     def test_an_idle_device_comes_to_a_mark_as_the_host_makes_it(self, cuda_bus: tuple[Bus, Recorder]) -> None:
         bus, recorder = cuda_bus

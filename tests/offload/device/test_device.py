@@ -1,4 +1,4 @@
-"""The seam to the device: what a copy promises on a CPU, where a thread stands in for the stream, and on a GPU."""
+"""The seam to the device: what a copy promises on a CPU, where a thread stands in for the stream, and on one with streams."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -18,15 +19,11 @@ from offload.device.cpu import INLINE_NBYTES, CpuDevice
 from offload.errors import CapabilityError, TierError
 from offload.pages import ALIGN, aligned, locked_nbytes, round_up
 from offload.threads import Task
+from tests.support.on_gpus import keep_busy, module, on_gpus
 
 LARGE = INLINE_NBYTES * 4
 SMALL = 4096
 SIZES = pytest.mark.parametrize("nbytes", [SMALL, LARGE], ids=["inline", "threaded"])
-
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; the CPU tests hold what a thread can show"),
-]
 
 
 @pytest.fixture
@@ -331,131 +328,159 @@ def test_cuda_without_cuda_is_refused() -> None:
             open_device(torch.device("cuda"))
 
 
-# --- what only a GPU can show -----------------------------------------------------------------------------------------
+# --- of a device with streams -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cuda() -> Iterator[Device]:
-    opened = open_device(torch.device("cuda"))
-    yield opened
-    opened.close()
+@contextmanager
+def opened(kind: str) -> Iterator[Device]:
+    """The device of this process that has this type."""
+    device = open_device(torch.device(kind))
+    try:
+        yield device
+    finally:
+        device.close()
 
 
-def pinned(device: Device, nbytes: int) -> Tensor:
-    memory = aligned(nbytes)
-    device.pin(memory)
-    return memory
+@contextmanager
+def pinned(device: Device, nbytes: int) -> Iterator[Tensor]:
+    """Page-locked memory of the host."""
+    memory = device.map_host(nbytes, locked=True)
+    tensor = memory.tensor(0, nbytes)
+    device.pin(tensor)
+    try:
+        yield tensor
+    finally:
+        device.unpin(tensor)
+        memory.close()
 
 
-class TestCuda:
-    pytestmark = gpu
-
-    def test_bytes_survive_the_way_there_and_back(self, cuda: Device) -> None:
-        source, result = pinned(cuda, 1 << 24), pinned(cuda, 1 << 24)
+@on_gpus()
+def test_bytes_survive_the_way_there_and_back(device: str) -> None:
+    with opened(device) as gpu, pinned(gpu, 1 << 24) as source, pinned(gpu, 1 << 24) as result:
         source.copy_(torch.randint(0, 256, (1 << 24,), dtype=torch.uint8))
-        there = cuda.empty(1 << 24)
-        cuda.copy(there, source, "up").wait()
-        ticket = cuda.copy(result, there, "down")
+        there = gpu.empty(1 << 24)
+        gpu.copy(there, source, "up").wait()
+        ticket = gpu.copy(result, there, "down")
         ticket.synchronize()
         assert ticket.done()
         assert torch.equal(result, source)
         assert source.is_pinned()
-        cuda.unpin(source)
-        cuda.unpin(result)
 
-    def test_a_copy_comes_after_what_the_callers_stream_has_queued(self, cuda: Device) -> None:
-        matrix = torch.randn(4096, 4096, device="cuda")
-        result = pinned(cuda, 4096 * 4096 * 4)
+
+@on_gpus()
+def test_a_copy_comes_after_what_the_callers_stream_has_queued(device: str) -> None:
+    width = 4096 if device == "cuda" else 64
+    with opened(device) as gpu, pinned(gpu, width * width * 4) as result:
+        matrix = torch.randn(width, width, device=device)
         for _ in range(8):
             matrix = matrix @ matrix
             matrix = matrix / matrix.norm()
-        cuda.copy(result.view(torch.float32).view(4096, 4096), matrix).synchronize()
-        assert torch.equal(result.view(torch.float32).view(4096, 4096), matrix.cpu())
-        cuda.unpin(result)
+        gpu.copy(result.view(torch.float32).view(width, width), matrix).synchronize()
+        assert torch.equal(result.view(torch.float32).view(width, width), matrix.cpu())
 
-    def test_the_callers_stream_waits_without_the_host(self, cuda: Device) -> None:
-        source = pinned(cuda, 1 << 26)
+
+@on_gpus()
+def test_the_callers_stream_waits_without_the_host(device: str) -> None:
+    nbytes = 1 << 26 if device == "cuda" else 1 << 16
+    with opened(device) as gpu, pinned(gpu, nbytes) as source:
         source.fill_(3)
-        side = torch.cuda.Stream()
+        side = module(device).Stream()
         for _ in range(8):
-            with torch.cuda.stream(side):
-                there = cuda.empty(1 << 26)
-                cuda.copy(there, source).wait()
+            with module(device).stream(side):
+                there = gpu.empty(nbytes)
+                gpu.copy(there, source).wait()
                 total = there.sum(dtype=torch.int64)
             side.synchronize()
-            assert int(total) == 3 << 26
-        cuda.unpin(source)
+            assert int(total) == 3 * nbytes
 
-    def test_a_dropped_ticket_frees_nothing_under_a_running_copy(self, cuda: Device) -> None:
-        source = pinned(cuda, 1 << 26)
+
+@on_gpus()
+def test_a_dropped_ticket_frees_nothing_under_a_running_copy(device: str) -> None:
+    nbytes = 1 << 26 if device == "cuda" else 1 << 16
+    with opened(device) as gpu, pinned(gpu, nbytes) as source:
         source.fill_(3)
         for _ in range(16):
-            cuda.copy(cuda.empty(1 << 26), source)
+            gpu.copy(gpu.empty(nbytes), source)
             # The allocator must not hand the dropped destination out while the copy still writes to it.
-            mine = torch.full((1 << 26,), 5, dtype=torch.uint8, device="cuda")
-            torch.cuda.synchronize()
+            mine = torch.full((nbytes,), 5, dtype=torch.uint8, device=device)
+            torch.accelerator.synchronize()
             assert bool((mine == 5).all())
-        cuda.unpin(source)
 
-    def test_copies_convert_dtypes_both_ways(self, cuda: Device) -> None:
+
+@on_gpus()
+def test_copies_convert_dtypes_both_ways(device: str) -> None:
+    with opened(device) as gpu:
         source = torch.randn(1 << 20)
-        there = torch.empty(1 << 20, dtype=torch.bfloat16, device="cuda")
-        cuda.copy(there, source).wait()
+        there = torch.empty(1 << 20, dtype=torch.bfloat16, device=device)
+        gpu.copy(there, source).wait()
         assert torch.equal(there.cpu(), source.bfloat16())
         back = torch.empty(1 << 20)
-        cuda.copy(back, there).synchronize()
+        gpu.copy(back, there).synchronize()
         assert torch.equal(back, source.bfloat16().float())
 
-    def test_it_says_where_it_is_and_what_is_free(self, cuda: Device) -> None:
-        free, total = cuda.memory()
-        assert 0 < free <= total
-        place = cuda.pci_address()
-        assert place is None or len(place) == len("0000:3b:00.0")
-        assert cuda.memlock_applies() in (True, False)
-        with pytest.raises(CapabilityError, match="own memory"):
-            open_device(torch.device("cuda"), addresses_host=True)
 
-    def test_a_copy_after_a_mark_does_not_wait_for_what_was_queued_since(self, cuda: Device) -> None:
-        source = pinned(cuda, 1 << 20)
+@on_gpus()
+def test_it_says_where_it_is_and_what_is_free(device: str) -> None:
+    with opened(device) as gpu:
+        free, total = gpu.memory()
+        assert 0 < free <= total
+        place = gpu.pci_address()
+        assert place is None or len(place) == len("0000:3b:00.0")
+        assert gpu.memlock_applies() in (True, False)
+        with pytest.raises(CapabilityError, match="own memory"):
+            open_device(torch.device(device), addresses_host=True)
+
+
+@on_gpus()
+def test_a_copy_after_a_mark_does_not_wait_for_what_was_queued_since(device: str) -> None:
+    with opened(device) as gpu, pinned(gpu, 1 << 20) as source:
         source.fill_(3)
-        there, mark = cuda.empty(1 << 20), cuda.mark()
-        torch.cuda._sleep(1 << 31)
-        busy = torch.cuda.Event()
+        there, mark = gpu.empty(1 << 20), gpu.mark()
+        keep_busy(device, cycles=1 << 31)
+        busy = module(device).Event()
         busy.record()
-        ticket = cuda.copy(there, source, "up", after=mark)
+        ticket = gpu.copy(there, source, "up", after=mark)
         ticket.synchronize()
         assert not busy.query(), "the copy waited for a kernel that it does not depend on"
         ticket.wait()
         assert bool((there == 3).all())
-        cuda.unpin(source)
 
-    def test_what_is_waited_for_beside_the_stream_does_not_hold_the_stream_up(self, cuda: Device) -> None:
-        source = pinned(cuda, 1 << 28)
+
+@on_gpus()
+def test_what_is_waited_for_beside_the_stream_does_not_hold_the_stream_up(device: str) -> None:
+    nbytes = 1 << 28 if device == "cuda" else 1 << 16
+    with opened(device) as gpu, pinned(gpu, nbytes) as source:
         source.fill_(3)
-        there, over = cuda.empty(1 << 28), torch.cuda.Event()
-        ticket = cuda.copy(there, source, "up")
-        with beside(torch.device("cuda", torch.cuda.current_device()), "gather"):
+        there, over = gpu.empty(nbytes), module(device).Event()
+        ticket = gpu.copy(there, source, "up")
+        with beside(torch.device(device, module(device).current_device()), "gather"):
             ticket.wait()
-            torch.cuda._sleep(1 << 31)
+            keep_busy(device, cycles=1 << 31)
             total = there.sum(dtype=torch.int64)
             over.record()
-        mine = torch.ones(64, device="cuda").sum().item()
+        mine = torch.ones(64, device=device).sum().item()
         assert mine == 64 and not over.query(), "the stream waited for what only the work beside it uses"
-        torch.cuda.current_stream().wait_event(over)
-        assert int(total) == 3 << 28
-        cuda.unpin(source)
+        module(device).current_stream().wait_event(over)
+        assert int(total) == 3 * nbytes
 
-    def test_a_copys_end_is_heard_in_a_thread_of_the_device(self, cuda: Device) -> None:
-        result, heard = pinned(cuda, 1 << 20), threading.Event()
-        torch.cuda._sleep(1 << 28)
-        ticket = cuda.copy(result, torch.full((1 << 20,), 3, dtype=torch.uint8, device="cuda"), "down")
+
+@on_gpus()
+def test_a_copys_end_is_heard_in_a_thread_of_the_device(device: str) -> None:
+    with opened(device) as gpu, pinned(gpu, 1 << 20) as result:
+        heard = threading.Event()
+        keep_busy(device, cycles=1 << 28)
+        ticket = gpu.copy(result, torch.full((1 << 20,), 3, dtype=torch.uint8, device=device), "down")
         ticket.when_over(heard.set)
         assert heard.wait(60) and ticket.done()
         assert bool((result == 3).all())
-        cuda.unpin(result)
 
-    def test_memory_that_cannot_be_locked_leaves_no_error_for_the_next_kernel(self, cuda: Device) -> None:
-        memory = pinned(cuda, 1 << 20)
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: others lock no memory that is mapped")
+def test_memory_that_cannot_be_locked_leaves_no_error_for_the_next_kernel() -> None:
+    with opened("cuda") as cuda:
+        memory = aligned(1 << 20)
+        cuda.pin(memory)
         # Locked already: CUDA refuses it.
         with pytest.raises(CapabilityError, match="cannot page-lock"):
             cuda.pin(memory)
