@@ -47,6 +47,12 @@ def module(device: str) -> Any:
     return torch.get_device_module(device)
 
 
+def allocator_snapshot(device: str) -> dict[str, Any]:
+    """The segments of the device's allocator, and its history where one is recorded."""
+    found: dict[str, Any] = module(device).memory._snapshot()
+    return found
+
+
 @contextmanager
 def group_of_one(device: str) -> Iterator[None]:
     """A process group of one rank over the device's own backend."""

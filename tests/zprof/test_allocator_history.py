@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zprof
-from tests.support.on_gpus import module, on_gpus
+from tests.support.on_gpus import allocator_snapshot, module, on_gpus
 from tests.support.on_ranks import folder
 from zprof.trace.reader import Trace
 
@@ -22,10 +22,8 @@ def test_without_a_device_nothing_is_noted(tmp_path: Path) -> None:
 
 @on_gpus()
 def test_the_allocators_own_snapshot_is_noted_and_its_history_switched_off_again(device: str) -> None:
-    memory = module(device).memory
-
     def known() -> int:
-        return sum(len(entries) for entries in memory._snapshot()["device_traces"])
+        return sum(len(entries) for entries in allocator_snapshot(device)["device_traces"])
 
     with folder() as at:
         with zprof.record(at / "run.zprof", level="alloc"):
@@ -47,7 +45,7 @@ def test_a_history_that_the_program_records_itself_is_not_ended(device: str) -> 
         with folder() as at, zprof.record(at / "run.zprof", level="alloc"):
             pass
         second = torch.zeros(10 << 20, device=device)
-        known = {entry["addr"] for entries in memory._snapshot()["device_traces"] for entry in entries}
+        known = {entry["addr"] for entries in allocator_snapshot(device)["device_traces"] for entry in entries}
     finally:
         memory._record_memory_history(None)
     assert {first.data_ptr(), second.data_ptr()} <= known

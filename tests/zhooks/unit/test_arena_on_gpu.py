@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import zhooks
 from offload.events import Bus
 from offload.memory import Arena, Use
-from tests.support.on_gpus import module, on_gpus
+from tests.support.on_gpus import allocator_snapshot, module, on_gpus
 from tests.support.on_ranks import folder
 from tests.support.widening import DIM, VOCAB, Widening
 from zprof.allocator.study import study
@@ -60,7 +60,7 @@ def stuck(device: str, arena: str, folder: Path) -> int:
             optimizer.step()
             optimizer.zero_grad()
         path = folder / f"{arena}.pickle"
-        path.write_bytes(pickle.dumps(memory._snapshot()))
+        path.write_bytes(pickle.dumps(allocator_snapshot(device)))
     finally:
         memory._record_memory_history(enabled=None)
     attachment.detach()
