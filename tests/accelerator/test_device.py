@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offload.device import beside
 from tests.support.on_ranks import on_accelerators
 from tests.support.schedules import SCHEDULES, at, native, schedule
 from tests.support.slow import slow
@@ -89,6 +90,25 @@ def test_a_wait_orders_two_streams_under_every_schedule_and_a_missing_one_shows_
     del found["eager", 0]
     # x.add_(10) may come first in both: nobody said otherwise. But the zeros never come after `y` if it waited.
     assert all(good in ([1.0] * 4, [11.0] * 4) for good, _ in found.values())
+
+
+@on_accelerators(1)
+def test_streams_of_a_device_that_is_named_with_and_without_its_number_are_two() -> None:
+    with schedule("lazy"):
+        made = [torch.Stream(torch.device(name)) for name in ("accel", "accel:0", "accel", "accel:0")]
+    assert len({stream.stream_id for stream in made}) == len(made)
+
+
+@on_accelerators(1)
+def test_a_lane_beside_the_current_stream_is_none_of_the_streams_of_the_next_schedule() -> None:
+    def beside_it() -> int:
+        with beside(torch.device("accel", 0), "gather"):
+            return torch.accelerator.current_stream().stream_id
+
+    for _ in range(2):
+        with schedule("lazy"):
+            made = [torch.Stream(torch.device("accel", 0)).stream_id for _ in range(2)]
+            assert beside_it() not in made
 
 
 @on_accelerators(1)

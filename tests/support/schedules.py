@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.device import streams
+
 SCHEDULES = (("eager", 0), ("lazy", 0), ("random", 1), ("random", 2), ("random", 3))
 
 
@@ -26,8 +28,14 @@ def at(*shape: int) -> Tensor:
 
 @contextmanager
 def schedule(mode: str, seed: int = 0) -> Iterator[None]:
-    native().set_schedule(mode, seed)
+    _begin(mode, seed)
     try:
         yield
     finally:
-        native().set_schedule("lazy", 0)
+        _begin("lazy", 0)
+
+
+def _begin(mode: str, seed: int) -> None:
+    native().set_schedule(mode, seed)
+    # The numbers of streams begin again, so that a seed repeats its order: a stream of before would be one with a new one.
+    streams._calls_to.cache_clear()

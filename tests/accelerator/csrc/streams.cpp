@@ -456,7 +456,8 @@ c10::Stream current_stream(c10::DeviceIndex device) {
 c10::Stream new_stream(c10::DeviceIndex device) {
   auto& all = scheduler();
   auto lock = locked(all.mutex);
-  return c10::Stream(c10::Stream::UNSAFE, {kType, device < 0 ? t_device : device}, ++all.next_id[device]);
+  if (device < 0) device = t_device;
+  return c10::Stream(c10::Stream::UNSAFE, {kType, device}, ++all.next_id[device]);
 }
 
 void set_schedule(const std::string& mode, uint64_t seed, int changes, int length) {
