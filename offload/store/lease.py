@@ -118,12 +118,18 @@ class Lease:
         return self.values
 
     def arrived(self) -> bool:
-        """Wait; whether it went well.  What did not was raised where the values were wanted."""
+        """Whether somebody has waited for the values, and what another thread did with them went well; that said so itself."""
         try:
-            self.wait()
+            if self._lent is not None:
+                self._lent.wait()
         except Exception:
             return False
-        return True
+        return self.under_way is DONE
+
+    @property
+    def under_way(self) -> HostWork:
+        """What brings the values, until somebody has waited for it."""
+        return DONE if self._arrived else self._arriving
 
     @property
     def writes(self) -> int:
@@ -149,7 +155,7 @@ class Lease:
         if allocation is not None:
             # No operation of torch's: this may be a finalizer, inside anybody's call.
             del self.values
-            free(allocation, DONE if self._arrived else self._arriving, self.write_back or DONE)
+            free(allocation, self.under_way, self.write_back or DONE)
 
 
 def seen(values: Tensor) -> Tensor:

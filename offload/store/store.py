@@ -106,18 +106,18 @@ class Store:
 
     def drop(self, block: Block) -> None:
         lease, block.lease = block.lease, None
+        under_way: HostWork = DONE
         if lease is not None:
             self._recent.pop(id(block), None)
             self._writing_back.pop(id(block), None)
-            with suppress(Exception):
-                lease.wait()
             if lease.write_back is not None:
                 with suppress(Exception):
                     lease.write_back.synchronize()
+            under_way = lease.under_way
             lease.release(self._staging.free)
         with suppress(TierError):
             block.wait_for_readers()
-        self._blocks.free(block.allocation)
+        self._blocks.free(block.allocation, under_way)
 
     def forsake(self, block: Block) -> None:
         """Nobody refers to the block any more; its memory is given back at a later call (this may be any thread)."""

@@ -32,6 +32,8 @@ from tests.support.two_streams import on_accelerator, streams
 from tests.support.virtual_store import store_on_virtual
 
 NUMEL = 1024
+#: Streams of which chance has none before the copies.
+MANY = 6
 #: Longer than a program takes from one call to the next.
 BEHIND_S = 0.1
 Program = Callable[[Store], list[Tensor]]
@@ -120,7 +122,9 @@ def lease_of_two_streams(store: Store) -> list[Tensor]:
 def lease_of_a_stream_ahead(store: Store) -> list[Tensor]:
     """A second stream is ahead of the one that fetched the values, in memory that held others."""
     block = written(store, Tier.HOST)
-    on_device(store, 7.0)
+    # All that the allocator has of this size, wherever it begins to look.
+    before = [on_device(store, 7.0) for _ in range(MANY)]
+    del before
     other = second()
     lease = store.fetch(block, Tier.DEVICE, Mode.READ)
     lease.wait()
@@ -158,13 +162,42 @@ def opened_while_it_arrives(store: Store) -> list[Tensor]:
     return seen
 
 
-def read_from_disk_by_a_second_stream(store: Store) -> list[Tensor]:
+def read_from_disk_by_many_streams(store: Store) -> list[Tensor]:
     """What is under way to the device on one stream comes after what that stream did with the memory before."""
-    block, other = written(store, Tier.DISK), second()
-    with streams().using(other):
-        out = on_device(store, 7.0)
-        store.read_into(block, out).wait()
-        return [out.sum()]
+    block, seen = written(store, Tier.DISK), []
+    for number in range(MANY):
+        with streams().using(streams().stream(f"reader {number}")):
+            out = on_device(store, 7.0)
+            store.read_into(block, out).wait()
+            seen.append(out.sum())
+    return seen
+
+
+def fetched_through_a_small_host(store: Store) -> list[Tensor]:
+    """What passes through the host's memory waits for its turn there."""
+    blocks = [written(store, Tier.DISK, f"block {number}", float(number)) for number in range(3)]
+    store.change_limits({Tier.HOST: 4 * NUMEL})
+    seen = [store.fetch(block, Tier.DEVICE, Mode.READ).wait().sum() for block in blocks]
+    for block in blocks:
+        store.close(block)
+    return seen
+
+
+def read_back_by_the_host(store: Store) -> list[Tensor]:
+    """The host opens what a device keeps, once it has come."""
+    block = store.put("block", NUMEL, torch.float32, Tier.DEVICE)
+    with store.lease(block, Tier.DEVICE, Mode.WRITE_ALL) as values:
+        values.fill_(1.0)
+    del values
+    written(store, Tier.HOST, "before", 7.0).drop()
+    with store.lease(block, Tier.HOST, Mode.READ) as values:
+        seen = [values.clone()]
+    del values
+    written(store, Tier.HOST, "before", 7.0).drop()
+    store.fetch(block, Tier.HOST, Mode.READ)
+    seen.append(block.tensor(Mode.READ).clone())
+    store.close(block)
+    return seen
 
 
 def moved_to_disk(store: Store) -> list[Tensor]:
@@ -329,7 +362,9 @@ PROGRAMS: dict[str, Program] = {
         read_after_a_flush,
         gradients_added,
         opened_while_it_arrives,
-        read_from_disk_by_a_second_stream,
+        read_from_disk_by_many_streams,
+        fetched_through_a_small_host,
+        read_back_by_the_host,
         moved_to_disk,
         dropped_while_it_arrives,
         dropped_while_it_is_written,

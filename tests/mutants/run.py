@@ -26,6 +26,8 @@ class Verdict:
         how: by what it was shown.
         tried: the workloads that it was missing in.
         control: what was found where streams run at once, and nothing may be; "" where that was nothing.
+        made: some workload makes the call; where none was tried, it orders no stream in any of them.
+        repeated: all that it waited for was waited for again on the same stream.
     """
 
     site: Site
@@ -33,6 +35,8 @@ class Verdict:
     how: str
     tried: int
     control: str = ""
+    made: bool = False
+    repeated: bool = False
 
 
 #: Calls that nothing here shows to be missing, by function and text, and why.
@@ -78,4 +82,4 @@ def judge(site: Site) -> Verdict:
         if races.found:
             first = races.found[0]
             return Verdict(site, name, f"{first.kind} ({len(races.found)} found)", tried)
-    return Verdict(site, None, "", tried)
+    return Verdict(site, None, "", tried, made=tried > 0)

@@ -2,14 +2,22 @@
 
 run.py and accelerated.py take them out one at a time; the tests hold the list to be what it should.  A call is changed where it
 stands, by giving its function other code, so that no other call of the same method is touched.
+
+Note: [Two ways to take out a wait]
+    Many waits do more than to wait: they copy what has arrived to where it belongs, note from which version on a change counts,
+    begin what had no place before.  On the virtual device such a call is not made at all.  On the accelerator, where results
+    are compared, it is made, and what it comes to of streams, events and works of a backend is not waited for (`unordered`).
+    A wait that comes to none of them in any workload waits for a thread of the host alone: it orders no stream.  One all of
+    whose events are waited for again on the same stream, by who uses the values, orders nothing either: it is for errors.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -56,6 +64,14 @@ NOWHERE = {
     "zhooks/checkpoint/background.py": "threads of the host",
     "zhooks/checkpoint/saved_ranges.py": "sorts dimensions",
 }
+#: How the owner of a call begins that only the virtual device has.
+VIRTUAL = "running()."
+#: Where a wait comes to a stream, an event or a backend's work; other waits are made of these.
+LEAVES = (
+    "_Copy.wait: current.wait_event(self._event)",
+    "_Copy.synchronize: self._event.synchronize()",
+    "BackendWork._wait: work.wait()",
+)
 #: What the virtual device does not run in addition.
 ELSEWHERE = NOWHERE | {
     "zhooks/checkpoint/": "checkpoints, which need values",
@@ -107,7 +123,8 @@ def sites(*, on_accelerator: bool = False) -> tuple[Site, ...]:
     elsewhere = tuple(NOT_ON_ACCELERATOR if on_accelerator else ELSEWHERE)
     files = sorted((*(ROOT / "offload").rglob("*.py"), *(ROOT / "zhooks").rglob("*.py")))
     paths = [file.relative_to(ROOT).as_posix() for file in files]
-    return tuple(site for path in paths if not path.startswith(elsewhere) for site in _sites_of(path))
+    found = (site for path in paths if not path.startswith(elsewhere) for site in _sites_of(path))
+    return tuple(site for site in found if not (on_accelerator and site.text.startswith(VIRTUAL)))
 
 
 def _sites_of(path: str) -> Iterator[Site]:
@@ -164,6 +181,76 @@ def without(site: Site) -> Iterator[None]:
         yield
 
 
+class Skipped:
+    """The waits that were not made.
+
+    Attributes:
+        left: those that nobody has made since: an event, or a backend's work, and the stream or the host.
+    """
+
+    def __init__(self) -> None:
+        self.left: dict[tuple[int, int], Any] = {}
+
+    def skip(self, owner: Any, *arguments: Any) -> None:
+        self.left[_waited(owner, *arguments)] = owner, arguments
+
+    def make(self, owner: Any, *arguments: Any) -> None:
+        self.left.pop(_waited(owner, *arguments), None)
+
+
+def _waited(owner: Any, *arguments: Any) -> tuple[int, int]:
+    return (id(arguments[0]), int(owner.stream_id)) if arguments else (id(owner), -1)
+
+
+@contextmanager
+def unordered(site: Site) -> Iterator[Skipped]:
+    """Inside, that one call orders nothing; see Note [Two ways to take out a wait]."""
+    skipped = Skipped()
+    leaves = [leaf for leaf in sites(on_accelerator=True) if leaf.key in LEAVES]
+    here = threading.local()
+
+    def taken_out(owner: Any, method: str, *arguments: Any) -> Any:
+        if _of_torch(owner):
+            return skipped.skip(owner, *arguments)
+        before, here.off = getattr(here, "off", False), True
+        try:
+            return getattr(owner, method)(*arguments)
+        finally:
+            here.off = before
+
+    def leaf(owner: Any, method: str, *arguments: Any) -> Any:
+        if getattr(here, "off", False):
+            return skipped.skip(owner, *arguments)
+        skipped.make(owner, *arguments)
+        return getattr(owner, method)(*arguments)
+
+    def change(one: Site, call: ast.Call) -> ast.expr:
+        if one == site:
+            return _handed(call, "__taken_out__") if _waits(call) else _nothing(call)
+        return _handed(call, "__leaf__") if one in leaves else call
+
+    names = {"__taken_out__": taken_out, "__leaf__": leaf}
+    with ExitStack() as changed:
+        for path in {one.path for one in (site, *leaves)}:
+            functions = {one.function for one in (site, *leaves) if one.path == path}
+            changed.enter_context(_changed(path, change, functions, names))
+        yield skipped
+
+
+def _waits(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr in ("wait", "synchronize", "join", "wait_event")
+
+
+def _handed(call: ast.Call, name: str) -> ast.expr:
+    """``owner.method(...)`` as ``name(owner, "method", ...)``."""
+    assert isinstance(call.func, ast.Attribute) and not call.keywords
+    return ast.Call(ast.Name(name, ast.Load()), [call.func.value, ast.Constant(call.func.attr), *call.args], [])
+
+
+def _of_torch(owner: Any) -> bool:
+    return type(owner).__module__.partition(".")[0] == "torch"
+
+
 #: Methods that return nothing.
 _STATEMENTS = frozenset({"keep", "append", "record_stream", "used", "filled", "given"})
 
@@ -185,33 +272,47 @@ def _nothing(call: ast.Call) -> ast.expr:
 
 
 @contextmanager
-def counted(reached: set[Site], among: Iterable[Site]) -> Iterator[None]:
-    """Inside, each call of these that is made is added."""
-    by_path: dict[str, list[Site]] = {}
+def counted(reached: set[Site], among: Iterable[Site], ordering: set[Site] | None = None) -> Iterator[None]:
+    """Inside, each call of these that is made is added; to ``ordering`` those that order streams, or the host after one."""
+    by_path: dict[str, dict[int, Site]] = {}
     for site in among:
-        by_path.setdefault(site.path, []).append(site)
+        by_path.setdefault(site.path, {})[site.number] = site
+    here, found = threading.local(), set[Site]() if ordering is None else ordering
 
-    def noting(here: Site, call: ast.Call) -> ast.expr:
-        made = ast.parse(f"(__reached__({here.number}), 0)[1]", mode="eval").body
-        assert isinstance(made, ast.Subscript) and isinstance(made.value, ast.Tuple)
-        made.value.elts[1] = call
+    def noting(site: Site, call: ast.Call) -> ast.expr:
+        made = _handed(call, "__waiting__") if _waits(call) else ast.parse("(__reached__(), 0)[1]", mode="eval").body
+        number = ast.Constant(site.number)
+        if isinstance(made, ast.Call):
+            made.args.insert(0, number)
+        else:
+            assert isinstance(made, ast.Subscript) and isinstance(made.value, ast.Tuple)
+            (noted, _) = made.value.elts
+            assert isinstance(noted, ast.Call)
+            noted.args, made.value.elts[1] = [number], call
         return made
 
-    undo: list[Any] = []
-    try:
-        for path, here in by_path.items():
-            change = _changed(path, noting, {site.function for site in here}, reached=_noter(reached, here))
-            change.__enter__()
-            undo.append(change)
+    def names(sites_here: dict[int, Site]) -> dict[str, Any]:
+        def reach(number: int) -> None:
+            reached.add(sites_here[number])
+            found.add(sites_here[number])
+
+        def waiting(number: int, owner: Any, method: str, *arguments: Any) -> Any:
+            site, before = sites_here[number], getattr(here, "within", ())
+            reached.add(site)
+            here.within = (*before, site)
+            if _of_torch(owner):
+                found.update(here.within)
+            try:
+                return getattr(owner, method)(*arguments)
+            finally:
+                here.within = before
+
+        return {"__reached__": reach, "__waiting__": waiting}
+
+    with ExitStack() as changed:
+        for path, here_in in by_path.items():
+            changed.enter_context(_changed(path, noting, {site.function for site in here_in.values()}, names(here_in)))
         yield
-    finally:
-        for change in reversed(undo):
-            change.__exit__(None, None, None)
-
-
-def _noter(reached: set[Site], here: list[Site]) -> Callable[[int], None]:
-    by_number = {site.number: site for site in here}
-    return lambda number: reached.add(by_number[number])
 
 
 @contextmanager
@@ -219,15 +320,14 @@ def _changed(
     path: str,
     change: Callable[[Site, ast.Call], ast.expr],
     functions: set[str],
-    reached: Callable[[int], None] | None = None,
+    names: dict[str, Any] | None = None,
 ) -> Iterator[None]:
     module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
     tree = ast.fix_missing_locations(_Walk(path, change).visit(_tree(path)))
     compiled = _codes(compile(tree, str(Path(ROOT / path)), "exec", dont_inherit=True))
     live = {name: _function(module, name) for name in functions}
     before = {name: function.__code__ for name, function in live.items()}
-    if reached is not None:
-        vars(module)["__reached__"] = reached
+    vars(module).update(names or {})
     try:
         for name, function in live.items():
             function.__code__ = compiled[name]
@@ -235,7 +335,8 @@ def _changed(
     finally:
         for name, function in live.items():
             function.__code__ = before[name]
-        vars(module).pop("__reached__", None)
+        for name in names or {}:
+            del vars(module)[name]
 
 
 def _codes(code: CodeType) -> dict[str, CodeType]:

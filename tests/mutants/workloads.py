@@ -7,14 +7,16 @@ compute is compared.  Each is what a user writes.
 from __future__ import annotations
 
 import gc
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zhooks
 from offload.store import Mode
@@ -22,10 +24,11 @@ from offload.tier import Tier
 from offload.virtual import Races
 from tests.support.inside import store_of
 from tests.support.matrix_optimizers import muon
-from tests.support.on_ranks import place
-from tests.support.two_streams import BRANCHES, TOWERS, Switch, on_accelerator, streams
+from tests.support.on_ranks import folder, place
+from tests.support.tp_gpt import Mlp
+from tests.support.two_streams import BRANCHES, SKIPPING, TOWERS, Switch, on_accelerator, streams
 from tests.support.virtual import machine
-from tests.support.zoo import ZOO, Specimen
+from tests.support.zoo import ZOO, Specimen, draw_vectors, squared
 
 Policy = dict[str, Any]
 
@@ -49,7 +52,7 @@ class Run:
     seen: list[Tensor] = field(default_factory=list)
 
     def loss(self, step: int) -> Tensor:
-        batch = self.specimen.batch(step, *(place() if on_accelerator() else (0, 1)))
+        batch = self.specimen.batch(step, *(place() if on_accelerator() and self.specimen is not ALIKE else (0, 1)))
         loss = self.specimen.loss(self.model, tuple(tensor.to(self.device) for tensor in batch))
         self.see(loss)
         return loss
@@ -220,11 +223,51 @@ def watching(run: Run) -> None:
         handle.remove()
 
 
+def saved(run: Run) -> None:
+    """What was saved beside training is loaded after it."""
+    unclipped(run)
+    with folder() as path:
+        run.attachment.save(path / "one", run.optimizer, wait=False)
+        unclipped(run)
+        run.attachment.load(path / "one", run.optimizer)
+    unclipped(run)
+
+
+def kept_by_peers(run: Run) -> None:
+    """What each rank has is in the memory of the other's host, too, and is found there."""
+    unclipped(run)
+    run.attachment.save_to_peers(run.optimizer)
+    unclipped(run)
+    run.attachment.resume((), run.optimizer)
+    unclipped(run)
+
+
+def exported(run: Run) -> None:
+    """The states of whole parameters leave their owners."""
+    unclipped(run)
+    # Rank 0 has it all.
+    for states in run.attachment.state_dict(run.optimizer).get("optimizer", {"state": {}})["state"].values():
+        for state in states.values():
+            if isinstance(state, Tensor):
+                run.see(state)
+
+
+def averaged(run: Run) -> None:
+    """The user's own collectives change parameters."""
+    unclipped(run)
+    for param in run.model.parameters():
+        param.data.mul_(1.0 + place()[0])
+        dist.all_reduce(param.data, async_op=True).wait()
+    unclipped(run)
+
+
 def placed(tier: str, **more: Any) -> Policy:
     return {cell: {"tier": tier} for cell in ("parameter", "gradient", "optimizer")} | more
 
 
-SPECIMENS = {**ZOO, BRANCHES.name: BRANCHES, TOWERS.name: TOWERS}
+#: Layers whose inputs two ranks have alike.
+ALIKE = Specimen("alike", lambda: nn.Sequential(Mlp(8), Mlp(8), Mlp(8)), draw_vectors(8, 8), squared)
+SPECIMENS = {each.name: each for each in (*ZOO.values(), BRANCHES, TOWERS, SKIPPING, ALIKE)}
 
 
 @dataclass(frozen=True)
@@ -274,7 +317,7 @@ WORKLOADS: dict[str, Workload] = {
     ),
     "one rank": Workload(placed("host"), unclipped, world=1, costs=AHEAD),
     "owners moved": Workload(placed("host"), moved, optimizer=muon, costs=AHEAD),
-    "owners failing": Workload({"comm": {"buffer": 4096}}, failing, optimizer=muon, costs=AHEAD),
+    "owners failing": Workload({"comm": {"buffer": 1024}}, failing, optimizer=muon, costs=AHEAD),
     "stage 1 in segments": Workload(
         {"stage": 1, "precision": {"param": "bf16"}, "units": {"min_numel": 0, "max_numel": 256}}, costs=AHEAD
     ),
@@ -311,6 +354,21 @@ WORKLOADS: dict[str, Workload] = {
 }
 
 
+#: What has to have values, or ranks that are there.
+VALUED: dict[str, Workload] = {
+    "saved": Workload(loop=saved),
+    "saved from tiers": Workload(placed("host"), saved),
+    "kept by peers": Workload({"resilience": {"job": "mutants"}}, kept_by_peers),
+    "owners exported": Workload(loop=exported, optimizer=muon),
+    "averaged": Workload(loop=averaged),
+    "layers skipped": Workload(loop=unclipped, model="skipping"),
+    "towers in an arena, prefetch 4": Workload(
+        {"device": {"arena": "all"}, "schedule": {"prefetch": 4}}, unclipped, model="towers"
+    ),
+    "inputs divided": Workload({"activation": {"checkpoint": "unit", "partition": "tp", **SMALL}}, unclipped, model="alike"),
+}
+
+
 def train(name: str) -> Races:
     """Train, and return what was found; an error of the packages' is raised."""
     chosen = WORKLOADS[name]
@@ -327,12 +385,12 @@ def train(name: str) -> Races:
 
 def train_on_accelerator(name: str) -> list[Tensor]:
     """What is computed: on the way, states at the end, and the parameters."""
-    chosen, device = WORKLOADS[name], torch.device("accel", torch.accelerator.current_device_index())
+    chosen, device = (WORKLOADS | VALUED)[name], torch.device("accel", torch.accelerator.current_device_index())
     if chosen.model == "gpt" and chosen.loop not in (side_by_side, elsewhere, watching):
         # It has a tenth of the kernels.
         chosen = replace(chosen, model="mlp")
-    # Other values than rank 0's, which attach sends to all.
-    model = SPECIMENS[chosen.model].build(7 + place()[0]).to(device)
+    # Other values than rank 0's, which attach sends to all but those that have the same.
+    model = SPECIMENS[chosen.model].build(7 + (0 if chosen.model == ALIKE.name else place()[0])).to(device)
     run = _train(chosen, model, device)
     torch.accelerator.synchronize()
     seen = [tensor.cpu() for tensor in (*run.seen, *(param.detach() for param in model.parameters()))]
@@ -342,19 +400,27 @@ def train_on_accelerator(name: str) -> list[Tensor]:
 
 
 def _train(chosen: Workload, model: nn.Module, device: torch.device) -> Run:
-    if on_accelerator():
-        mesh = chosen.mesh and init_device_mesh("accel", (2, 1), mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = chosen.mesh and init_device_mesh("cpu", chosen.mesh, mesh_dim_names=("replicate", "shard"))
-    attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}, **chosen.policy}, mesh=mesh)
-    with _detached_at_the_end(attachment):
-        run = Run(attachment, model, chosen.optimizer(model.parameters()), SPECIMENS[chosen.model], device)
-        chosen.loop(run)
-        for states in run.optimizer.state.values() if on_accelerator() else ():
-            for state in states.values():
-                if isinstance(state, Tensor):
-                    run.see(state.to_local() if isinstance(state, zhooks.ShardedTensor) else state)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        policy = {"units": {"min_numel": 0}, **chosen.policy}
+        if chosen.loop is kept_by_peers:
+            # That of a host of each rank's own.
+            policy["resilience"] = {**policy["resilience"], "memory": memory}
+        attachment = zhooks.attach(model, policy=policy, mesh=_mesh_of(chosen))
+        with _detached_at_the_end(attachment):
+            run = Run(attachment, model, chosen.optimizer(model.parameters()), SPECIMENS[chosen.model], device)
+            chosen.loop(run)
+            for states in run.optimizer.state.values() if on_accelerator() else ():
+                for state in states.values():
+                    if isinstance(state, Tensor):
+                        run.see(state.to_local() if isinstance(state, zhooks.ShardedTensor) else state)
     return run
+
+
+def _mesh_of(chosen: Workload) -> DeviceMesh | None:
+    if chosen.model == ALIKE.name:
+        return init_device_mesh("accel", (1, 2), mesh_dim_names=("dp", "tp"))
+    kind = "accel" if on_accelerator() else "cpu"
+    return init_device_mesh(kind, chosen.mesh, mesh_dim_names=("replicate", "shard")) if chosen.mesh else None
 
 
 @contextmanager

@@ -299,6 +299,7 @@ def _serve(rank: int, world: int, pipe: Connection, folder: str, accelerator: bo
     if accelerator:
         from tests.accelerator.accel import load
 
+        os.environ["ACCEL_DEVICES"] = str(max(2, world))
         load()
     store = _join(rank, world, pipe)
     warnings.simplefilter("error")

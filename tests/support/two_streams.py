@@ -75,10 +75,15 @@ class Branches(nn.Module):
 
 class Towers(nn.Module):
     """Two towers on two streams, whose layers are issued in turn, in backward too: neither stream waits for the other before
-    the end. One layer is used on both."""
+    the end. One layer is used on both.
 
-    def __init__(self) -> None:
+    Args:
+        skipping: one layer of each gets no gradient.
+    """
+
+    def __init__(self, *, skipping: bool = False) -> None:
         super().__init__()
+        self.skipping = skipping
         self.enter, self.both, self.leave = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 5)
         self.left, self.right = (nn.ModuleList(nn.Linear(16, 16) for _ in range(4)) for _ in range(2))
         self.second: Any = None
@@ -89,11 +94,11 @@ class Towers(nn.Module):
         self.second = second = self.second or here.stream("second")
         right = self.enter(x)
         left = Switch.apply(right, first, second)
-        for one, other in zip(self.left, self.right, strict=True):
+        for number, (one, other) in enumerate(zip(self.left, self.right, strict=True)):
             here.use(second)
-            left = Turn.apply(torch.tanh(one(left)), second)
+            left = Turn.apply(torch.tanh(_through(one, left, skipped=self.skipping and number == 1)), second)
             here.use(first)
-            right = Turn.apply(torch.tanh(other(right)), first)
+            right = Turn.apply(torch.tanh(_through(other, right, skipped=self.skipping and number == 2)), first)
         right = Turn.apply(self.both(right), first)
         here.use(second)
         # Without a gradient: the virtual device does not order autograd's sums of gradients of two streams, as CUDA has it.
@@ -102,6 +107,11 @@ class Towers(nn.Module):
         left = Turn.apply(left + seen, second)
         left = Switch.apply(left, second, first)
         return self.leave(left * right)
+
+
+def _through(layer: nn.Module, x: Tensor, *, skipped: bool) -> Tensor:
+    out: Tensor = layer(x)
+    return x + out.detach() if skipped else out
 
 
 class Turn(torch.autograd.Function):
@@ -143,3 +153,4 @@ def _switched(tensor: Tensor, before: Any, after: Any) -> Tensor:
 
 BRANCHES = Specimen("branches", Branches, draw_vectors(8, 5), squared)
 TOWERS = Specimen("towers", Towers, draw_vectors(8, 5), squared)
+SKIPPING = Specimen("skipping", lambda: Towers(skipping=True), draw_vectors(8, 5), squared)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Protocol
 
@@ -478,7 +478,7 @@ class Reducer:
 
     def _complete(self, *, held: bool) -> None:
         self.open = False
-        streams = self._streams.work() if held else self._streams.end(self._gradients)
+        streams = nullcontext() if held else self._streams.end(self._gradients)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), streams:
             try:
                 if not held:
