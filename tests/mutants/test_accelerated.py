@@ -16,9 +16,9 @@ SAMPLE = {
     "_Copy.wait: current.wait_event(self._event)": "activation of two streams",
     "_Copy.wait: calls.keep(tensor, current)": "activation read at once",
     "_Copy.synchronize: self._event.synchronize()": "activations in a small window",
-    "StreamDevice.copy: stream.wait_event(self.mark() if after is None else after)": "activation of two streams",
+    "StreamDevice.copy: stream.wait_event(self.mark() if after is None else after)": "activation read at once",
     "StreamDevice.copy: self._in_flight[stream].append(started)": "copy that nobody waits for",
-    "StreamDevice.mark: event.record(self.calls.current())": "activation of two streams",
+    "StreamDevice.mark: event.record(self.calls.current())": "activation read at once",
     "StreamDevice.close: stream.synchronize()": "device closed under a copy",
     "Lease.wait: keep(self.values)": "lease of two streams",
 }
