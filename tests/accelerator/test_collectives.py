@@ -132,6 +132,7 @@ def test_a_collective_runs_although_its_host_is_elsewhere() -> None:
     assert x.item() == 3.0
 
 
+@pytest.mark.slow
 @on_accelerators(2)
 def test_a_collective_that_never_ends_is_an_error_after_its_limit_and_the_host_learns_late() -> None:
     rank, _ = place()

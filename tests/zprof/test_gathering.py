@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support import forked
+from tests.support.slow import slow
 from tests.support.zprof_command import Zprof
 from tests.support.zprof_traces import sample_rows, write_trace
 from zprof.running import gathering
@@ -123,7 +124,7 @@ def test_a_store_that_is_silent_is_given_up_by_all_in_a_line(tmp_path: Path, mon
             assert re.search(rf"the store at 127\.0\.0\.1:{port} has not answered for \d+\.\d s; that of rank {rank} is", line)
 
 
-@pytest.mark.parametrize("asked", ["check", "add", "set"])
+@pytest.mark.parametrize("asked", ["set", *slow("check", "add")])
 def test_a_store_that_falls_silent_between_ranks_is_given_up(
     asked: str, tmp_path: Path, together: Together, monkeypatch: pytest.MonkeyPatch
 ) -> None:

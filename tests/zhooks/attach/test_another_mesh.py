@@ -368,7 +368,7 @@ def test_a_save_beside_training_is_of_its_own_moment_though_the_model_moves_mean
         run.attachment.detach()
 
 
-@on_ranks(4, transport=("shm", "p2p", "stock"))
+@on_ranks(4, transport=("stock", *slow("shm", "p2p")))
 def test_moving_to_and_fro_leaves_no_group_and_no_memory_behind(transport: str) -> None:
     model = net()
     attachment = zhooks.attach(model, policy=UNITS | {"comm": {"transport": transport}})
