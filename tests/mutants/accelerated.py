@@ -89,9 +89,9 @@ def _at_once() -> Iterator[None]:
     """Inside, a collective that was begun is over; see Note [The control on several ranks]."""
 
     def over(made: Callable[..., Any]) -> Callable[..., Any]:
-        def make(*arguments: Any) -> Any:
+        def make(*arguments: Any, **named: Any) -> Any:
             torch.accelerator.synchronize()
-            return made(*arguments)
+            return made(*arguments, **named)
 
         return make
 
