@@ -1,8 +1,7 @@
 """This process's place among the ranks of its job, as far as torchrun or a process group has told it.
 
 ``user_warnings.py`` warns on the first rank alone, ``attach`` refuses ranks that have no group, and updates on the host take
-their share of the cores (``kernels/sharing.py``).  It reads what the launcher
-set and is no setting; it imports no torch.
+their share of the cores (``kernels/sharing.py``).  It reads what the launcher set and is no setting; it imports no torch.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ torch's; it never looks at what is computed.
 
 Note: [Cores of a rank]
     torchrun gives every rank one thread (OMP_NUM_THREADS=1) where the user has set no number, and an update of a billion
-    elements would run on one core of a machine of many.  So a rank that a launcher has started beside others, and whose
+    elements would run on one core of a machine of many.  So a rank that a launcher has started with others, and whose
     number of threads is one, updates on its share of the cores: the process' own divided by the ranks of this machine.  The
-    threads are bound to them, or all ranks' threads would begin on the same ones.
+    threads are bound to them, or all ranks' threads would begin on the same ones.  A number that the user has chosen stands,
+    and its threads run on any core.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ _TINY = 5e-324
 
 
 def cores_of_rank() -> tuple[int, ...]:
-    """The numbers of the cores that are this rank's among the ranks that a launcher started here; none where none did."""
+    """The numbers of the cores that updates of this rank are bound to; none where they are not: Note [Cores of a rank]."""
     launched = launched_here()
-    if launched is None or launched[1] == 1 or not hasattr(os, "sched_getaffinity"):
-        return ()  # Only Linux says which cores a process may use.
+    # Only Linux says which cores a process may use.
+    if torch.get_num_threads() > 1 or launched is None or launched[1] == 1 or not hasattr(os, "sched_getaffinity"):
+        return ()
     (rank, ranks), cores = launched, sorted(os.sched_getaffinity(0))
     each = max(1, len(cores) // ranks)
     start = rank * each % len(cores)
@@ -47,8 +49,7 @@ def cores_of_rank() -> tuple[int, ...]:
 
 def update_threads() -> int:
     """How many threads an update on the host runs on; see Note [Cores of a rank]."""
-    chosen = torch.get_num_threads()
-    return chosen if chosen > 1 else max(1, len(cores_of_rank()))
+    return len(cores_of_rank()) or torch.get_num_threads()
 
 
 def share(loop: Callable[[int, int], None], numel: int, *, threads: int, multiple: int) -> None:
@@ -78,7 +79,8 @@ def share(loop: Callable[[int, int], None], numel: int, *, threads: int, multipl
     try:
         # No further thread can be started at the interpreter's end, for one: those there are do it all.
         with suppress(RuntimeError):
-            joined.extend(_pool(os.getpid()).submit(join) for _ in range(threads - 1))
+            pool = _pool(os.getpid(), cores_of_rank())
+            joined.extend(pool.submit(join) for _ in range(threads - 1))
         loop(place, chunk)
         _wait_for(joined)
     except BaseException:
@@ -96,14 +98,13 @@ def _wait_for(joined: list[Future[None]]) -> None:
 
 
 @cache
-def _pool(pid: int) -> ThreadPoolExecutor:
+def _pool(pid: int, cores: tuple[int, ...]) -> ThreadPoolExecutor:
     # By process: a fork copies the object and none of its threads.
-    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="kernel", initializer=_bind)
+    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="kernel", initializer=_bind, initargs=(cores,))
 
 
-def _bind() -> None:
-    """Keep this thread to the rank's cores; where the system does not allow that it runs on any."""
-    cores = cores_of_rank()
+def _bind(cores: tuple[int, ...]) -> None:
+    """Keep this thread to these cores, if any; where the system does not allow that it runs on any."""
     if cores:
         with suppress(OSError):
             os.sched_setaffinity(0, cores)

@@ -108,9 +108,9 @@ def _updated(policy: Policy) -> list[str]:
         return []
     if not numba:
         return [f"Updates on the host: {counted(torch.get_num_threads(), 'thread')} of torch."]
-    threads, cores = update_threads(), cores_of_rank()
-    bound = f", bound to cores {cores[0]} to {cores[-1]}" if threads == len(cores) > 1 else ""
-    return [f"Updates on the host: {counted(threads, 'thread')}{bound}."]
+    cores = cores_of_rank()
+    bound = f", bound to cores {cores[0]} to {cores[-1]}" if len(cores) > 1 else ""
+    return [f"Updates on the host: {counted(update_threads(), 'thread')}{bound}."]
 
 
 def _divided(units: Sequence[Unit], policy: Policy) -> list[str]:

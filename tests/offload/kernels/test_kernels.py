@@ -279,17 +279,18 @@ def test_any_number_of_threads_gives_the_same_bits(name: str) -> None:
         (None, None, ()), ("0", None, ()), ("x", "2", ()), ("2", "2", ()), ("-1", "2", ()),
     ],
 )  # fmt: skip
-def test_a_rank_beside_others_updates_on_its_share_of_the_cores(
+def test_a_rank_among_others_updates_on_its_share_of_the_cores(
     rank: str | None, ranks: str | None, cores: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", ranks)):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert kernels.cores_of_rank() == cores
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert kernels.cores_of_rank() == cores
     assert kernels.update_threads() == max(1, len(cores))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert kernels.update_threads() == 3
+    assert kernels.cores_of_rank() == (), "a number that was chosen is bound to no cores"
 
 
 def test_threads_take_the_caller_s_mode_of_denormals() -> None:
