@@ -106,14 +106,14 @@ class Store:
 
     def drop(self, block: Block) -> None:
         lease, block.lease = block.lease, None
-        under_way: HostWork = DONE
+        under_way = DONE if lease is None else lease.under_way
         if lease is not None:
+            lease.arrived()  # a thread that it is lent to is done with it
             self._recent.pop(id(block), None)
             self._writing_back.pop(id(block), None)
             if lease.write_back is not None:
                 with suppress(Exception):
                     lease.write_back.synchronize()
-            under_way = lease.under_way
             lease.release(self._staging.free)
         with suppress(TierError):
             block.wait_for_readers()
