@@ -36,7 +36,7 @@ from zhooks.checkpoint import StockFolders, StockState, remove_dead_jobs
 from zhooks.comm import CONTROL, Call, Comm, Progress, all_or_none, meet, open_comm, refuse_unconnected, refused_by_all
 from zhooks.compiled import keep_outside_graphs
 from zhooks.keywords import explained, explained_methods
-from zhooks.optim import Closures, HeldSteps, Optimizers, Owners, Rounding, Step, Stepper, StepPipeline, Steps, watch_steps
+from zhooks.optim import Closures, Optimizers, Owners, Rounding, Step, Stepper, StepPipeline, Steps, watch_steps
 from zhooks.plan import DeviceBudget, Plan, Request, StateBudgets, ignored_here, look, read
 from zhooks.planning import Choice, chosen_for
 from zhooks.report import (
@@ -192,14 +192,13 @@ class Attachment(
         alike = partial(self._optimizers.agreed, "compare replicas")
         self._replica_checks = ReplicaChecks(self._comm, self._bus, self._units, self._steps, alike, self._ignored)
         undo.callback(lambda: self._tiers.end_steps())
-        held = HeldSteps(lambda: runtime.reducer.held, runtime.reduce_held)
         closures = Closures(
             self._comm.world, lambda: self.policy.gradient.reduce == "mean", lambda: runtime.reducer.idle
         )
         budgets = self._device_budget.before, self._state_budgets.before
         # The first of them comes before what hides parameters from a step that is skipped.
         before: list[Callable[[Step], None]] = [
-            held.before, self._optimizers.before, *budgets,
+            self._reduce_held, self._optimizers.before, *budgets,
             lambda step: scaling.before_step(step.optimizer, step.closure),
             self._nonfinite.before, self._steps.before, lambda step: self._stepper.before(step), closures.before,
         ]  # fmt: skip
@@ -227,6 +226,14 @@ class Attachment(
         def __getattr__(self, name: str) -> NoReturn:
             instead = f"; {_IN_PLACE}: model.{name}" if hasattr(nn.Module, name) else ""
             raise AttributeError(f"Attachment has no attribute {name}{instead}.", name=name, obj=self)
+
+    def _reduce_held(self, step: Step) -> None:
+        """At a step, gradients are those of all backward passes so far: what ``no_sync`` holds back is reduced first.
+
+        DistributedDataParallel would step with each rank's own gradients, so that its ranks train apart.
+        """
+        if step.ours and self._runtime.reducer.held:
+            self._runtime.reduce_held()
 
     @property
     def _stepper(self) -> Stepper:

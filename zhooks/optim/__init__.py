@@ -16,7 +16,7 @@ from zhooks.optim.stand_in import Place, stand_in_of, step_stand_in
 from zhooks.optim.states import sharded_states, state_keys, states_of
 from zhooks.optim.step_hooks import Stepper
 from zhooks.optim.step_pipeline import Step, StepPipeline, closure_of, watch_steps
-from zhooks.optim.steps import HeldSteps, Steps
+from zhooks.optim.steps import Steps
 from zhooks.optim.stored_states import plain_states_of
 from zhooks.optim.tiered_update import Updater
 from zhooks.optim.update_thread import open_worker
@@ -26,7 +26,6 @@ from zhooks.optim.whole_update import WholeUpdater
 
 __all__ = [
     "Closures",
-    "HeldSteps",
     "InMemory",
     "Optimizers",
     "OverTiers",

@@ -6,31 +6,13 @@ step; errors of ``report/`` say the step's number.  The step pipeline calls it; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from offload.errors import DivergenceError
 from zhooks.optim.step_pipeline import Step
 
-__all__ = ["HeldSteps", "Steps"]
-
-
-class HeldSteps:
-    """At a step, gradients are those of all backward passes so far: what ``no_sync`` holds back is reduced first.
-
-    DistributedDataParallel would step with each rank's own gradients, so that its ranks train apart.
-
-    Args:
-        held: whether something may be held back, alike on every rank.
-        reduce: reduces it.  Collective.
-    """
-
-    def __init__(self, held: Callable[[], bool], reduce: Callable[[], None]) -> None:
-        self._held, self._reduce = held, reduce
-
-    def before(self, step: Step) -> None:
-        if step.ours and self._held():
-            self._reduce()
+__all__ = ["Steps"]
 
 
 class Steps:
