@@ -13,8 +13,8 @@ from tests.selection import FOUR_RANKS
 
 __all__ = ["SECONDS", "longest_first"]
 
-#: Seconds of the files that take longest, waits included, by their path below tests/: of one run by two workers beside other
-#: work, so that only their proportions count. Another file counts by its tests. A figure that is wrong costs a run seconds at
+#: Seconds of the files that take longest, waits included, by their path below tests/: of one run by two workers on a quiet
+#: machine; only their proportions count. Another file counts by its tests. A figure that is wrong costs a run seconds at
 #: its end, and nothing else.
 SECONDS: Mapping[str, float] = {
     FOUR_RANKS: 97, "parity/test_matrix.py": 88, "zprof/test_run.py": 49, "test_docs.py": 33, "test_gpu.py": 31,

@@ -224,7 +224,7 @@ def watching(run: Run) -> None:
 
 
 def saved(run: Run) -> None:
-    """What was saved beside training is loaded after it."""
+    """What was saved while training went on is loaded after it."""
     unclipped(run)
     with folder() as path:
         run.attachment.save(path / "one", run.optimizer, wait=False)

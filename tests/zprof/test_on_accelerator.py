@@ -25,7 +25,7 @@ from zprof.cli import main
 from zprof.trace.reader import Trace
 
 MIB = 1 << 20
-#: Bytes that a copy moves in a microsecond, and what it takes beside.
+#: Bytes that a copy moves in a microsecond, and what it takes in addition.
 RATE, COPY_US = 100.0, 5.0
 
 
@@ -92,7 +92,7 @@ def test_the_memory_of_a_recording_is_to_the_byte_what_the_allocator_was_asked_f
         trace = Trace.open(path)
         ledger = Analysis.of(trace).ledger
         assert ledger.total(ledger.peak("device"), "device") == stats["requested_bytes.all.peak"]
-        # Tensors of the CPU are the host's, beside such a device.
+        # Tensors of the CPU are the host's, where there is such a device.
         assert ledger.total(ledger.peak("host"), "host") >= 4 * (64 * 64 + 64) * 4
         (_, allocated) = ledger.samples("cuda allocated")[f"accel:{rank}"]
         assert int(allocated.max()) <= stats["allocated_bytes.all.peak"]

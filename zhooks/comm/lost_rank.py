@@ -186,7 +186,7 @@ def gone(call: Call, axis: Axis, who: str, found: str = "") -> DivergenceError:
 
 
 def late(call: Call, axis: Axis, timeout: timedelta, found: str) -> DivergenceError:
-    """The error of a rank that waits for others in vain."""
+    """The error of a rank whose wait for others ran out of time."""
     return DivergenceError(
         f"Another rank is late. {waiting(call, axis, f' within {timeout.total_seconds()} s')} {SAME_CALLS} "
         f"If a rank is only slow, raise [comm] timeout_s. {internals(call, axis, found)}"

@@ -411,7 +411,7 @@ class Runtime:
         unit, back = self._of.get(id(flat)), self._back
         again = unit is not None and back is not None and back.last == unit.number and unit.trainable_left > 0
         if again and flat.gathered and torch._C._current_graph_task_id() in self._tasks:
-            flat.finish_gather()  # of its streams, this one may be new
+            flat.finish_gather()  # the current stream may not be the one that waited for it
             return
         self.backward_open()
         if unit is None:

@@ -1,7 +1,7 @@
 """What ``memory()`` says in the middle of a step is, to the byte, what the allocator of an accelerator has given out.
 
 Six equal layers at stage 3 on two ranks, on the asynchronous accelerator under its eager schedule. All sizes are whole blocks
-of the allocator, so that it rounds nothing. Beside zhooks there are the batch, what autograd keeps, and its gradients.
+of the allocator, so that it rounds nothing. Apart from zhooks there are the batch, what autograd keeps, and its gradients.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def running_device() -> tuple[str, Any] | None:
 
 
 def has_accelerator() -> bool:
-    """torch, which is imported, computes on an accelerator here, or can: tensors of the CPU lie beside its memory."""
+    """torch, which is imported, computes on an accelerator here, or can: tensors of the CPU lie elsewhere."""
     torch = sys.modules["torch"]
     if torch._C._get_privateuse1_backend_name() not in _NO_DEVICE:
         return True
