@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -130,6 +131,26 @@ def test_a_collective_runs_although_its_host_is_elsewhere() -> None:
         assert x.item() == 3.0
     dist.barrier(cpu)
     assert x.item() == 3.0
+
+
+@on_accelerators(2)
+def test_a_collective_that_was_begun_under_hooks_of_autograd_may_be_the_last_to_hold_memory_of_theirs() -> None:
+    # Gloo's work keeps the hooks of the thread that begins it; here nobody else does when it ends.
+    rank, _ = place()
+    cpu = dist.new_group(backend="gloo")
+    with schedule("eager", 0):
+        x = here(float(rank + 1))
+        if rank == 1:
+            dist.barrier(cpu)
+        pack = partial(lambda kept, tensor: tensor, here(1.0, 2.0))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+            work = dist.all_reduce(x, async_op=True)
+        del pack
+        if rank == 0:
+            dist.barrier(cpu)
+        assert work is not None
+        work.wait()
+        assert x.item() == 3.0
 
 
 @pytest.mark.slow

@@ -38,15 +38,43 @@ class WithoutPython {
   PyThreadState* state_;
 };
 
-// A lock of ours.
-inline std::unique_lock<std::mutex> locked(std::mutex& mutex) {
-  std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
-  if (!lock.owns_lock()) {
-    WithoutPython without;
-    lock.lock();
+// What has run is destroyed here, not where it ran: it may own the last reference to an object of Python's, or to memory of the device
+// (a work of Gloo's keeps its thread's state, hooks of autograd included), and freeing these takes locks of ours.
+void destroy_done();
+
+// A lock of ours. When a thread has left the last one, it destroys what has run.
+class Locked {
+ public:
+  explicit Locked(std::mutex& mutex) : lock_(mutex, std::try_to_lock) {
+    if (!lock_.owns_lock()) {
+      WithoutPython without;
+      lock_.lock();
+    }
+    ++depth();
   }
-  return lock;
-}
+  ~Locked() {
+    if (lock_.owns_lock()) unlock();
+  }
+  Locked(const Locked&) = delete;
+  Locked& operator=(const Locked&) = delete;
+  void lock() {
+    lock_.lock();
+    ++depth();
+  }
+  void unlock() {
+    lock_.unlock();
+    if (--depth() == 0) destroy_done();
+  }
+
+ private:
+  static int& depth() {
+    static thread_local int of_this_thread = 0;
+    return of_this_thread;
+  }
+  std::unique_lock<std::mutex> lock_;
+};
+
+inline Locked locked(std::mutex& mutex) { return Locked(mutex); }
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 

@@ -74,6 +74,24 @@ struct Scheduler {
   std::atomic<bool> closed{false};
 };
 
+// What has run; see `destroy_done`.
+struct Done {
+  std::mutex mutex;
+  std::vector<Entry> entries;
+  std::atomic<bool> any{false};
+};
+
+Done& done() {
+  static auto* made = new Done();
+  return *made;
+}
+
+void keep_done(Entry entry) {
+  std::lock_guard<std::mutex> lock(done().mutex);
+  done().entries.push_back(std::move(entry));
+  done().any = true;
+}
+
 Scheduler& scheduler() {
   static auto* made = new Scheduler();
   return *made;
@@ -156,6 +174,7 @@ Advance advance_collective(Scheduler& all, Stream& line, Queued& head) {
   double start = std::max(line.clock_us, head.issued_us);
   ran(all, line, entry.name, start, start + entry.cost_us);
   line.begun = false;
+  keep_done(std::move(entry));
   line.entries.pop_front();
   --all.collectives;
   return Advance::Ran;
@@ -183,6 +202,7 @@ Advance advance(Scheduler& all, Stream& line) {
   run_kernel(all, queued.entry.run, queued.entry.name);
   double start = std::max(line.clock_us, queued.issued_us);
   ran(all, line, queued.entry.name, start, start + queued.entry.cost_us);
+  keep_done(std::move(queued.entry));
   return Advance::Ran;
 }
 
@@ -249,7 +269,7 @@ bool step_anywhere(Scheduler& all) {
   return moved;
 }
 
-void run_until(Scheduler& all, std::unique_lock<std::mutex>& lock, const Record& mark) {
+void run_until(Scheduler& all, Locked& lock, const Record& mark) {
   auto blocked_since = Clock::time_point::max();
   while (!mark.done) {
     touch(all);
@@ -309,6 +329,16 @@ std::string failure_of(Scheduler& all) {
 }
 
 }  // namespace
+
+void destroy_done() {
+  if (!done().any) return;
+  std::vector<Entry> entries;
+  {
+    std::lock_guard<std::mutex> lock(done().mutex);
+    entries.swap(done().entries);
+    done().any = false;
+  }
+}
 
 void check_failed() {
   auto failure = failure_of(scheduler());
@@ -404,7 +434,7 @@ void host_wait(const Mark& mark, const char* why) {
 
 namespace {
 
-void drain(Scheduler& all, std::unique_lock<std::mutex>& lock, c10::DeviceIndex device) {
+void drain(Scheduler& all, Locked& lock, c10::DeviceIndex device) {
   std::vector<Mark> ends;
   for (auto& [key, line] : all.lines) {
     if (key.first != device || line->entries.empty()) continue;
