@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import MappingProxyType
 from typing import ClassVar
 from weakref import WeakMethod
@@ -82,7 +83,9 @@ class Tiers:
     ) -> None:
         """Step ``optimizers`` from now on, as ``policy`` says; ``units`` may change under it."""
         runtime.reducer.update_early(None)
-        self.stepper = Stepper(open_whole(policy, bus, runtime, optimizers, InMemory()), None, runtime.due)
+        self.stepper = Stepper(
+            open_whole(policy, bus, runtime, optimizers, InMemory()), None, partial(flats_of, units), runtime.due
+        )
 
     def end_steps(self) -> None:
         """Leave optimizers to torch again."""
@@ -237,6 +240,11 @@ def _disk(policy: Policy, seam: Device, rank: int, bus: Bus, budget: Budget) -> 
     return opened
 
 
+def flats_of(units: Sequence[Unit]) -> list[Flat]:
+    """All of them, now."""
+    return [flat for unit in units for flat in unit.flats]
+
+
 def open_stepper(
     policy: Policy,
     store: Store,
@@ -250,7 +258,7 @@ def open_stepper(
     updater = Updater(
         store,
         bus,
-        lambda: [flat for unit in units for flat in unit.flats],
+        partial(flats_of, units),
         choice_of=choices_of(policy, rounding),
         ahead=min(policy.schedule.prefetch, 1),
     )
@@ -263,7 +271,7 @@ def open_stepper(
         overlap = Overlap(updater, optimizers, worker, rank=axis.ranks[axis.rank])
     reducer.update_early(overlap)
     whole = open_whole(policy, bus, runtime, optimizers, OverTiers(store, ahead=min(policy.schedule.prefetch, 1)))
-    return Stepper(whole, updater, runtime.due, overlap)
+    return Stepper(whole, updater, updater.flats, runtime.due, overlap)
 
 
 def open_whole(policy: Policy, bus: Bus, runtime: Runtime, optimizers: Optimizers, tiers: InMemory) -> WholeUpdater:

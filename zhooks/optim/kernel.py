@@ -7,9 +7,11 @@ It never moves a value between tiers.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any, Protocol, cast
 
 import torch
@@ -18,11 +20,13 @@ from torch.optim import Optimizer
 
 from offload.device import computes_on_host
 from zhooks.optim.groups import leave
+from zhooks.optim.runs import runs_of, step_runs
 from zhooks.tensor import as_step
 from zhooks.unit import Flat
 
 __all__ = [
-    "BY_RANGES", "NO_ARGUMENTS", "Arguments", "FlatUpdate", "Kernel", "TorchKernel", "grad_of", "narrowed", "step_of",
+    "BY_RANGES", "NO_ARGUMENTS", "Arguments", "FlatUpdate", "Kernel", "TorchKernel", "by_runs", "grad_of", "narrowed",
+    "step_groups", "step_of", "update_here", "updates_of",
 ]  # fmt: skip
 
 
@@ -36,6 +40,11 @@ class FlatUpdate:
     def params(self) -> Iterator[nn.Parameter]:
         for group in self.groups:
             yield from group
+
+    def in_order(self) -> Iterator[tuple[nn.Parameter, int]]:
+        """As they lie in the flat, each with the number of its group."""
+        group_of = {id(param): number for number, group in enumerate(self.groups) for param in group}
+        return ((param, group_of[id(param)]) for param in self.flat.params if id(param) in group_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +113,44 @@ class TorchKernel:
         """Its own arithmetic knows all of them."""
 
     def update(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:
-        with narrowed(optimizer, update.groups):
-            step_of(optimizer)(optimizer, *arguments.args, **arguments.kwargs)
+        update_here(optimizer, [update], arguments)
+
+
+def by_runs(optimizer: Optimizer) -> bool:
+    """A step of it may go over many parameters as one tensor; see `runs.py`."""
+    return type(optimizer) in BY_RANGES and not any(group.get("differentiable") for group in optimizer.param_groups)
+
+
+def update_here(optimizer: Optimizer, updates: Sequence[FlatUpdate], arguments: Arguments) -> None:
+    """Update flats that are in the memory they are computed in, by one step."""
+    members = chain.from_iterable(update.in_order() for update in updates)
+    runs = runs_of(optimizer, members) if by_runs(optimizer) else None
+    if runs is None:
+        groups = [tuple(chain.from_iterable(each)) for each in zip(*(update.groups for update in updates), strict=True)]
+        step_groups(optimizer, arguments, groups)
+    else:
+        step_runs(optimizer, runs, partial(step_groups, optimizer, arguments))
+
+
+def step_groups(optimizer: Optimizer, arguments: Arguments, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Its own step over these parameters alone."""
+    with narrowed(optimizer, groups):
+        step_of(optimizer)(optimizer, *arguments.args, **arguments.kwargs)
+
+
+def updates_of(optimizer: Optimizer, flats: Iterable[Flat], without: Set[int] = frozenset()) -> list[FlatUpdate]:
+    """What a step of the optimizer has to do for these flats, in their order; ``without`` parameters of these identities."""
+    place: dict[int, Flat] = {id(param): flat for flat in flats for param in flat.params if id(param) not in without}
+    if not place:
+        return []
+    by_flat: dict[int, tuple[Flat, list[list[nn.Parameter]]]] = {}
+    count = len(optimizer.param_groups)
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            flat = place.get(id(param))
+            if flat is not None:
+                by_flat.setdefault(flat.number, (flat, [[] for _ in range(count)]))[1][number].append(param)
+    return [FlatUpdate(flat, tuple(tuple(group) for group in groups)) for _, (flat, groups) in sorted(by_flat.items())]
 
 
 def step_of(optimizer: Optimizer) -> Callable[..., Any]:

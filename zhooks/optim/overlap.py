@@ -100,7 +100,8 @@ class Update:
 def _stand_in(optimizer: Optimizer, update: FlatUpdate) -> Optimizer:
     """An optimizer of the same type and states whose groups hold these parameters, with the options of now."""
     made: Any = object.__new__(type(optimizer))
-    vars(made).update(vars(optimizer))
+    # Options that a call has changed are put back in place, perhaps while this one steps on its own thread.
+    vars(made).update(vars(optimizer), defaults=dict(optimizer.defaults))
     groups = zip(group_options(optimizer), update.groups, strict=True)
     made.param_groups = [{"params": list(params), **group} for group, params in groups]
     made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()

@@ -22,7 +22,7 @@ from offload.errors import CapabilityError
 from offload.kernels import Noise, noise_for, round_to_bf16
 from offload.policy import Policy
 from zhooks.layout import Group
-from zhooks.optim.kernel import Arguments, FlatUpdate, TorchKernel
+from zhooks.optim.kernel import Arguments, FlatUpdate, TorchKernel, step_groups
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat
 
@@ -84,7 +84,7 @@ class RoundedKernel:
         _hand_over(optimizer, pairs)
         try:
             groups = [tuple(pairs[param] for param in group if param in pairs) for group in update.groups]
-            self._inner.update(optimizer, FlatUpdate(update.flat, tuple(groups)), arguments)
+            step_groups(optimizer, arguments, groups)
         finally:
             _hand_over(optimizer, {stand: param for param, stand in pairs.items()})
         for param, stand in pairs.items():

@@ -20,13 +20,14 @@ from torch.optim import Optimizer
 from offload.errors import ShardedOpError
 from zhooks.grad import running
 from zhooks.optim.groups import leave
-from zhooks.optim.kernel import Arguments, FlatUpdate
+from zhooks.optim.kernel import Arguments, FlatUpdate, by_runs, update_here, updates_of
 from zhooks.optim.overlap import Overlap
 from zhooks.optim.owners import Whole
-from zhooks.optim.step_pipeline import Step
+from zhooks.optim.step_pipeline import Step, go_last, is_last
 from zhooks.optim.tiered_update import Updater
 from zhooks.optim.whole_update import WholeUpdater
 from zhooks.tensor import ShardedTensor
+from zhooks.unit import Flat
 
 __all__ = ["Stepper"]
 
@@ -36,15 +37,21 @@ class Stepper:
 
     Args:
         whole: updates parameters whole.
-        updater: updates the others over tiers; None where there are none, and torch updates them.
+        updater: updates the others over tiers; None where there are none.
+        flats: those of the attachment, now; where nothing is on a tier torch's own optimizers are stepped on runs of them.
         due: finishes a backward that is still open, and reduces what is owed.
         overlap: what has been updated in backward; None where nothing is.
     """
 
     def __init__(
-        self, whole: WholeUpdater, updater: Updater | None, due: Callable[[], None], overlap: Overlap | None = None
+        self,
+        whole: WholeUpdater,
+        updater: Updater | None,
+        flats: Callable[[], Iterable[Flat]],
+        due: Callable[[], None],
+        overlap: Overlap | None = None,
     ) -> None:
-        self.whole, self.updater, self.overlap, self._due = whole, updater, overlap, due
+        self.whole, self.updater, self.overlap, self._flats, self._due = whole, updater, overlap, flats, due
         self._inside = False
         self._undo: Callable[[], None] | None = None
         #: The outer step, as torch calls it: what is left of it is the optimizer's own.
@@ -83,6 +90,8 @@ class Stepper:
             return
         self.restore()
         if not any(self._updates(optimizer)):
+            if self.updater is None and by_runs(optimizer) and step.closure is None:
+                self._step_here(step)
             return
         arguments = _arguments(optimizer, args[1:], kwargs)
         self._inside = True
@@ -109,10 +118,26 @@ class Stepper:
         finally:
             self._inside = False
 
+    def _step_here(self, step: Step) -> None:
+        """Update what is on the device, where nobody looks between this and torch's own step, which finds nothing left."""
+        optimizer = step.optimizer
+        if not step.ours or not is_last() or _has_own_hooks(optimizer):
+            return
+        self._due()
+        updates = updates_of(optimizer, self._flats())
+        self._outer, self._undo = step.frame, _leave_others(optimizer, _ids(updates), {})
+        try:
+            update_here(optimizer, updates, Arguments(step.args[1:], step.kwargs))
+        except BaseException:
+            self.restore()
+            raise
+
     def after(self, step: Step) -> None:
         """Give back what the step was to leave alone."""
         if not self._inside and self._outer is step.frame:
             self.restore()
+        if not is_last():
+            go_last()
 
     def _restore_first(self, optimizer: Any, hooks: dict[Any, Any]) -> None:
         """The post-hooks of this very optimizer, which torch calls before ours, shall see it as it is, once."""
@@ -144,6 +169,11 @@ class Stepper:
                 "shares the groups of the one that steps it, because states are on tiers or owner ranks; found its own "
                 "groups. Step it directly."
             )
+
+
+def _has_own_hooks(optimizer: Any) -> bool:
+    """Functions that torch calls around its own step, after ours: they may change a gradient."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def _ids(updates: Iterable[Whole | FlatUpdate]) -> set[int]:
@@ -193,14 +223,17 @@ def _own_hooks_first(optimizer: Any, args: Any, kwargs: Any) -> Iterator[dict[in
 
 def _leave_others(optimizer: Any, ours: set[int], hooks: dict[int, Any]) -> Callable[[], None]:
     """Leave the outer call only parameters that are not ours, and no hooks; returns what puts everything back."""
+    # Another attachment's step may have left fewer when this one began, and given them back when it ends.
     left = [
-        leave(group, [param for param in group["params"] if id(param) not in ours]) for group in optimizer.param_groups
+        (group, len(group["params"]), leave(group, [param for param in group["params"] if id(param) not in ours]))
+        for group in optimizer.param_groups
     ]
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
     def undo() -> None:
-        for back in left:
-            back()
+        for group, count, back in left:
+            if len(group["params"]) < count:
+                back()
         before.update(hooks)
         optimizer._optimizer_step_post_hooks = after
 

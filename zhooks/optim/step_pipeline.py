@@ -10,15 +10,20 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import FrameType
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from zhooks.optim.groups import params_of
 
-__all__ = ["Step", "StepPipeline", "Watcher", "closure_of", "watch_steps"]
+__all__ = ["Step", "StepPipeline", "Watcher", "closure_of", "go_last", "is_last", "watch_steps"]
 
 
 @dataclass(slots=True)
@@ -97,16 +102,28 @@ class Watcher(Protocol):
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None: ...
 
 
-#: What ends the hooks of watchers, some of which may have gone without.
-_watching: list[tuple[weakref.ref[Watcher], Callable[[], None]]] = []
+#: Watchers, some of which may have gone without unwatching, by the number of their pre-hook in torch's table; what ends each.
+_watching: dict[int, tuple[weakref.ref[Watcher], Callable[[], None]]] = {}
+
+
+def is_last() -> bool:
+    """No step hook of others comes after those here: one that changes gradients has done so."""
+    return _watching.keys() >= set(islice(reversed(_global_optimizer_pre_hooks), len(_watching)))
+
+
+def go_last() -> None:
+    """From the next step on the hooks of others come first.  Not while torch goes through its pre-hooks."""
+    table: Any = _global_optimizer_pre_hooks
+    for number in _watching:
+        table.move_to_end(number)
 
 
 def watch_steps(watcher: Watcher) -> Callable[[], None]:
     """Have torch call a watcher until what is returned is called, and as long as it lives: torch's table must not keep a model
     that everybody has let go."""
-    for entry in [entry for entry in _watching if entry[0]() is None]:
-        _watching.remove(entry)
-        entry[1]()
+    for known, end in list(_watching.values()):
+        if known() is None:
+            end()
     me = weakref.ref(watcher)
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -121,10 +138,11 @@ def watch_steps(watcher: Watcher) -> Callable[[], None]:
     handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
 
     def unwatch() -> None:
+        _watching.pop(handles[0].id, None)
         for handle in handles:
             handle.remove()
 
-    _watching.append((me, unwatch))
+    _watching[handles[0].id] = me, unwatch
     return unwatch
 
 

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.device import computes_on_host
@@ -38,7 +38,7 @@ from offload.tier import Tier
 from zhooks.layout import Kind
 from zhooks.optim.choose_kernel import Choice
 from zhooks.optim.counters import options_kept
-from zhooks.optim.kernel import Arguments, FlatUpdate, Kernel, grad_of
+from zhooks.optim.kernel import Arguments, FlatUpdate, Kernel, grad_of, updates_of
 from zhooks.optim.states import sharded_states
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, State
@@ -120,18 +120,7 @@ class Updater:
 
     def updates(self, optimizer: Optimizer, without: Set[int] = frozenset()) -> list[FlatUpdate]:
         """What a step of the optimizer has to do here, flat by flat; ``without`` parameters of these identities."""
-        place: dict[int, Flat] = {id(param): flat for flat in self.flats() for param in flat.params if id(param) not in without}
-        if not place:
-            return []
-        by_flat: dict[int, tuple[Flat, list[list[nn.Parameter]]]] = {}
-        count = len(optimizer.param_groups)
-        for number, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                flat = place.get(id(param))
-                if flat is not None:
-                    by_flat.setdefault(flat.number, (flat, [[] for _ in range(count)]))[1][number].append(param)
-        ordered = sorted(by_flat.values(), key=lambda one: self._turn(one[0]))
-        return [FlatUpdate(flat, tuple(tuple(group) for group in groups)) for flat, groups in ordered]
+        return sorted(updates_of(optimizer, self.flats(), without), key=lambda one: self._turn(one.flat))
 
     def _turn(self, flat: Flat) -> tuple[bool, bool, int]:
         """What a step's flats are sorted by; see Note [Both sides at once]."""
