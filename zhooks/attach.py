@@ -33,7 +33,7 @@ from zhooks.attachment import (
 )
 from zhooks.build import build_units, open_tiers, restore_units
 from zhooks.checkpoint import StockFolders, StockState, remove_dead_jobs
-from zhooks.comm import CONTROL, Call, Comm, Progress, all_or_none, meet, open_comm, refuse_unconnected, refused_by_all
+from zhooks.comm import CONTROL, Call, Comm, ControlPlane, Progress, meet, open_comm, refuse_unconnected, refused_by_all
 from zhooks.compiled import keep_outside_graphs
 from zhooks.keywords import explained, explained_methods
 from zhooks.optim import Closures, Optimizers, Owners, Rounding, Step, Stepper, StepPipeline, Steps, watch_steps
@@ -145,7 +145,7 @@ class Attachment(
         undo.callback(lambda: self._tiers.shut())
         undo.callback(self._pool.clear)
         undo.callback(lambda: self._make_plain(self._known))
-        with all_or_none(comm.stage, "attach"):
+        with ControlPlane(comm.stage, "attach").all_or_none():
             self._pool.keep(plan.reserve, request.device)
             self._runtime = Runtime(
                 self.model, policy, comm, self._pool, self._bus,
@@ -154,7 +154,7 @@ class Attachment(
             )
             undo.callback(self._runtime.close)
         build_units(plan, self._context(), self._units)
-        with all_or_none(comm.stage, "attach"):
+        with ControlPlane(comm.stage, "attach").all_or_none():
             self._size_pool(plan.headroom.spare)
             self._listen(plan, undo, choice)
         self._undo: ExitStack | None = undo.pop_all()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offload.errors import DivergenceError
 from zhooks import tree
-from zhooks.comm import CONTROL, Call, Transport, text_digest
+from zhooks.comm import CONTROL, Call, ControlPlane, Transport, text_digest
 from zhooks.tensor import hash_of
 
 __all__ = ["Left", "Replication", "TakenAlike"]
@@ -123,10 +123,7 @@ class Replication:
         found, elsewhere = list(self._found), False
         self._found.clear()
         if path not in self._checked:
-            flag = torch.tensor([len(found)], dtype=torch.int64, device="cpu")
-            if self._data.axis.world > 1:
-                self._data.all_reduce(Call(CONTROL, "agree on inputs of", path), flag, "max")
-            elsewhere = bool(flag.item())
+            elsewhere = any(ControlPlane(self._data, "agree on inputs").any([bool(found)], path))
             if not elsewhere:
                 self._checked.add(path)
         if found:

@@ -23,7 +23,7 @@ from zhooks.activation import check_axis
 from zhooks.attachment.spans import spanned
 from zhooks.build import BuildContext, Tiers, relayout_units
 from zhooks.checkpoint import check_owned, own_anew
-from zhooks.comm import Comm, all_or_none, another_mesh, close_unused, disagreement, policy_facts, rearranged
+from zhooks.comm import Comm, ControlPlane, another_mesh, close_unused, policy_facts, rearranged
 from zhooks.compiled import uncompiled
 from zhooks.layout import PP, TP, Ignored, Mesh, Table, UnitPlan
 from zhooks.optim import Optimizers, Rounding, Steps
@@ -157,7 +157,7 @@ class Changeable:
     @spanned("apply")
     def _change(self, policy: Policy | str | Path | dict[str, Any] | None, mesh: DeviceMesh | None = None) -> None:
         """As ``apply``."""
-        with nullcontext() if mesh is None else all_or_none(self._comm.pp, "apply"):
+        with nullcontext() if mesh is None else ControlPlane(self._comm.pp, "apply").all_or_none():
             chosen, axes, charted = self._possible(policy, mesh)
         with self._runtime.laying_out(), self._steps.changing("apply"):
             self._check_at_rest("apply")
@@ -172,7 +172,7 @@ class Changeable:
     ) -> tuple[Policy, Mesh | None, Map]:
         """What is asked for, the same on every rank, and found to be possible here.  Collective."""
         stage = self._comm.stage
-        with all_or_none(stage, "apply"):
+        with ControlPlane(stage, "apply").all_or_none():
             if policy is None and mesh is None:
                 raise PolicyError("apply expected a path, a mapping or a Policy, found None; pass the new policy")
             if mesh is not None and self._runtime.reducer.replicas.jobs:
@@ -182,10 +182,10 @@ class Changeable:
                 )
             chosen = self.policy if policy is None else Policy.of(policy)
             axes = None if mesh is None else another_mesh(self._comm, mesh)
-        problem = disagreement(stage, {"mesh": {"axes": "as they are" if axes is None else axes.arrangement}})
+        problem = ControlPlane(stage, "apply").differ({"mesh": {"axes": "as they are" if axes is None else axes.arrangement}})
         if problem:
             raise AttachError(problem)
-        problem = disagreement(stage, {"policy": policy_facts(chosen)[1]})
+        problem = ControlPlane(stage, "apply").differ({"policy": policy_facts(chosen)[1]})
         if problem:
             raise PolicyError(problem)
         check_change(self.policy, chosen, self._tiers.fixed)
@@ -238,7 +238,7 @@ class Changeable:
         with ExitStack() as undo:
             with self._every_stage(moved):
                 if moved is not None:
-                    with all_or_none(self._comm.stage, "apply"):
+                    with ControlPlane(self._comm.stage, "apply").all_or_none():
                         for optimizer in optimizers:
                             check_owned(optimizer, self._optimizers.owners)
                     self._device_budget.admit(chosen, self._device, plans, moved, optimizers)
@@ -249,7 +249,7 @@ class Changeable:
 
     def _every_stage(self, moved: Comm | None) -> AbstractContextManager[None]:
         """Where the mesh changes, what fails inside in one stage of a pipeline fails in all.  Collective then."""
-        return nullcontext() if moved is None else all_or_none(self._comm.pp, "apply")
+        return nullcontext() if moved is None else ControlPlane(self._comm.pp, "apply").all_or_none()
 
     def _take_over(
         self,
@@ -273,14 +273,14 @@ class Changeable:
         self._pool.clear()
         self._comm.become(moved or before.comm)
         with self._every_stage(moved):
-            with all_or_none(self._comm.stage, "apply"):
+            with ControlPlane(self._comm.stage, "apply").all_or_none():
                 self._step()
                 self._pool.keep(shards_reserve(chosen, self._device, plans), self._device)
             self._lay_out(self._units, plans, optimizers, self._context(before.comm, before.tiers))
             for optimizer in optimizers:
                 own_anew(optimizer, self._optimizers.owners, before.comm.shard, self._comm.shard)
                 turned.append(optimizer)
-            with all_or_none(self._comm.stage, "apply"):
+            with ControlPlane(self._comm.stage, "apply").all_or_none():
                 self._adopt(optimizers)
             return self._device_budget.admit(chosen, self._device, plans, self._comm, optimizers)
 
@@ -334,13 +334,13 @@ class Changeable:
         # Backwards, so that no tier holds more on the way than it has held on the way there.
         units, plans = self._units[::-1], before.plans[::-1]
         with self._context().unlimited():
-            with all_or_none(self._comm.stage, "apply"):
+            with ControlPlane(self._comm.stage, "apply").all_or_none():
                 self._step()
                 self._pool.keep(shards_reserve(self.policy, self._device, plans), self._device)
             self._lay_out(units, plans, optimizers, self._context(after, tiers))
             for optimizer in turned:
                 own_anew(optimizer, self._optimizers.owners, after.shard, self._comm.shard)
-            with all_or_none(self._comm.stage, "apply"):
+            with ControlPlane(self._comm.stage, "apply").all_or_none():
                 self._adopt(optimizers)
         tiers.shut_beside(self._tiers)
         self._runtime.saved.follow(self.policy, self._units, self._tiers.store, self._pool.arena)

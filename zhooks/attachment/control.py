@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import AttachError
 from zhooks import tree
-from zhooks.comm import Comm, all_or_none
+from zhooks.comm import Comm, ControlPlane
 from zhooks.grad import ReduceHook
 from zhooks.run import Runtime
 from zhooks.unit import Unit
@@ -69,7 +69,7 @@ class Controlled:
         self._check_attached(verb)
         if module is None:
             return list(self._units)
-        with all_or_none(self._comm.stage, verb):
+        with ControlPlane(self._comm.stage, verb).all_or_none():
             if not isinstance(module, nn.Module):
                 raise AttachError(
                     f"{verb} expected a module of the attached model, found {type(module).__name__}. Pass the module itself."

@@ -20,7 +20,7 @@ from offload.text import shown
 from zhooks import checkpoint
 from zhooks.attachment.spans import spanned
 from zhooks.attachment.state import Stateful
-from zhooks.comm import AllRanks
+from zhooks.comm import ControlPlane
 
 
 class Resumable(Stateful):
@@ -49,14 +49,14 @@ class Resumable(Stateful):
             CheckpointError: on every rank; the previous save is unchanged.
         """
         self._check_at_rest("save_to_peers")
-        ranks = AllRanks(self._comm.stage, "save_to_peers", "")
+        ranks = ControlPlane(self._comm.stage, "save_to_peers", "")
         self._runtime.due()
         chosen = self._chosen("save_to_peers", optimizer)
         live = ranks.run(lambda: self._live("save_to_peers", chosen, objects, extra))
         for each in live.optimizers:
             self._optimizers.meet(each, "save_to_peers")
         peers = self._opened(ranks)
-        self._run = self._run or ranks.share(secrets.token_hex(8))
+        self._run = self._run or ranks.on_first(lambda: secrets.token_hex(8))
         self._newest_ns = checkpoint.save_to_peers(peers, live, extra or {}, self._run, self._newest_ns)
 
     @spanned("resume")
@@ -82,7 +82,7 @@ class Resumable(Stateful):
         self._check_at_rest("resume")
         self._finish_saving("resume")
         self._runtime.due()
-        ranks = AllRanks(self._comm.stage, "resume", "")
+        ranks = ControlPlane(self._comm.stage, "resume", "")
         given = ranks.run(lambda: _listed(folders))
         live = self._to_load(ranks, "resume", optimizer, objects)
         with self._steps.changing("resume"):
@@ -96,7 +96,7 @@ class Resumable(Stateful):
             self._optimizers.admit(each)
         return found.extra
 
-    def _opened(self, ranks: AllRanks) -> checkpoint.PeerMemory:
+    def _opened(self, ranks: ControlPlane) -> checkpoint.PeerMemory:
         """The job's memory; opened anew where a host has lost it, or ``apply`` has brought another policy of it."""
         if self._peers is not None and not self._peers.serves(self.policy):
             peers, self._peers = self._peers, None
@@ -105,7 +105,7 @@ class Resumable(Stateful):
             self._peers = checkpoint.PeerMemory.open(self._comm, self.policy, self._tiers.store, self._bus, ranks)
         return self._peers
 
-    def _has_memory(self, ranks: AllRanks) -> bool:
+    def _has_memory(self, ranks: ControlPlane) -> bool:
         """Where ranks have no job or no tmpfs nobody can have kept anything; where some have, the others are refused."""
         wanted = self.policy.resilience
 
@@ -117,7 +117,7 @@ class Resumable(Stateful):
             return True
 
         # Stages of a pipeline would have to agree; they are refused where the memory is opened.
-        return not ranks.same(f"{ranks.run(has)}") or has()
+        return not ranks.agree(f"{ranks.run(has)}") or has()
 
     def _leave_peers(self) -> None:
         """The end of the attachment: of the job, too, unless it ends by an error, after which it may be started again."""

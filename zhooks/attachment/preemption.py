@@ -15,7 +15,7 @@ import torch
 from offload.errors import AttachError, CheckpointError
 from offload.user_warnings import warn_user
 from zhooks.attachment.state import Stateful
-from zhooks.comm import AllRanks, all_or_none, disagreement
+from zhooks.comm import ControlPlane
 from zhooks.run import Preemption, checked_signals
 
 __all__ = ["Preemptible"]
@@ -39,14 +39,14 @@ class Preemptible(Stateful):
                 the main thread.  Raised on every rank, with no handler changed.
         """
         self._check_at_rest("catch_preemption")
-        with all_or_none(self._comm.stage, "catch_preemption"):
+        with ControlPlane(self._comm.stage, "catch_preemption").all_or_none():
             chosen = checked_signals(signals)
             if self._preemption is not None and self._preemption.signals != chosen:
                 raise AttachError(
                     f"catch_preemption expected the signals that are caught already, {_names(self._preemption.signals)}, "
                     f"found {_names(chosen)}. Catch all of them with the first call."
                 )
-        problem = disagreement(self._comm.stage, {"catch_preemption": {"signals": _names(chosen)}})
+        problem = ControlPlane(self._comm.stage, "catch_preemption").differ({"catch_preemption": {"signals": _names(chosen)}})
         if problem:
             raise AttachError(problem)
         if self._preemption is not None:
@@ -108,7 +108,7 @@ class Preemptible(Stateful):
             # It is the same on every rank of the stage, and no reason not to save now.
             if self._comm.stage.axis.rank == 0:
                 warn_user(str(error), RuntimeWarning, this_rank=True)
-        ranks = AllRanks(self._comm.stage, "exit_if_preempted", "extra")
+        ranks = ControlPlane(self._comm.stage, "exit_if_preempted", "extra")
         given = ranks.run(lambda: extra() if callable(extra) else extra)
         self.save(folder, optimizer, objects=objects, extra=given, keep=keep)
         raise SystemExit(0)

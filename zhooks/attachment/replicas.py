@@ -15,7 +15,7 @@ from torch import nn
 from offload.errors import CapabilityError, ShardedOpError
 from offload.policy import Policy
 from zhooks import checkpoint, tree
-from zhooks.comm import CONTROL, Call, Comm, all_or_none, policy_facts
+from zhooks.comm import CONTROL, Call, Comm, ControlPlane, policy_facts
 from zhooks.grad import ReplicaSums
 from zhooks.layout import Ignored
 from zhooks.optim import Optimizers, Steps
@@ -72,12 +72,12 @@ class Replicated:
         """
         self._check_at_rest("replicas")
         if replicas is not None:
-            with all_or_none(self._comm.stage, "replicas"):
+            with ControlPlane(self._comm.stage, "replicas").all_or_none():
                 check_holds(optimizers, self.model, "replicas")
                 self.check_replicated()
             for each in optimizers:
                 self._optimizers.meet(each, "replicas")
-            with all_or_none(self._comm.stage, "replicas"):
+            with ControlPlane(self._comm.stage, "replicas").all_or_none():
                 for each in optimizers:
                     if self._comm.shard.axis.world > 1 and self._optimizers.owners.is_whole(each):
                         raise _refused(f"{type(each).__name__}, which updates whole parameters on one rank each", "Train with "
@@ -115,7 +115,7 @@ class Replicated:
     def run_together(self, check: Callable[[], None]) -> None:
         """What ``check`` raises on one rank is raised on all ranks of this attachment.  Collective."""
         self._check_at_rest("replicas")
-        with all_or_none(self._comm.stage, "replicas"):
+        with ControlPlane(self._comm.stage, "replicas").all_or_none():
             check()
 
     @property

@@ -24,7 +24,7 @@ from offload.text import shown, shown_path
 from zhooks import checkpoint, tree
 from zhooks.attachment.spans import spanned
 from zhooks.build import Tiers
-from zhooks.comm import AllRanks, Comm
+from zhooks.comm import Comm, ControlPlane
 from zhooks.layout import Ignored
 from zhooks.optim import Optimizers, Rounding, Steps, holders
 from zhooks.plan import check_holds
@@ -245,7 +245,7 @@ class Stateful:
                 save failed and this was not reported yet; then nothing was tried.
         """
         self._check_at_rest("save")
-        ranks = AllRanks(self._comm.stage, "save", shown_path(folder))
+        ranks = ControlPlane(self._comm.stage, "save", shown_path(folder))
         self._check_save(ranks, wait, keep)
         self._finish_saving("save")
         self._runtime.due()
@@ -254,7 +254,7 @@ class Stateful:
         for each in live.optimizers:
             # What torch loaded into it and no step has met yet is saved as ranges, too.
             self._optimizers.meet(each, "save")
-        self._run = self._run or ranks.share(secrets.token_hex(8))
+        self._run = self._run or ranks.on_first(lambda: secrets.token_hex(8))
         series = checkpoint.Series(self._run, keep, self._newest_ns)
         if wait:
             saving = checkpoint.save(live, folder, extra or {}, series, self._tiers.store)
@@ -264,7 +264,7 @@ class Stateful:
         self._newest_ns = max(self._newest_ns + 1, saving.begun_ns)
         return saving
 
-    def _check_save(self, ranks: AllRanks, wait: Any, keep: Any) -> None:
+    def _check_save(self, ranks: ControlPlane, wait: Any, keep: Any) -> None:
         """What ranks must agree on before anything.  Collective."""
         refuse = self.policy.save.while_saving == "refuse"
 
@@ -281,7 +281,7 @@ class Stateful:
                 )
 
         ranks.run(check)
-        if not ranks.same(f"{wait} {keep}"):
+        if not ranks.agree(f"{wait} {keep}"):
             raise CheckpointError("save expected the same wait and keep on every rank, found different ones. Pass the same.")
 
     def _finish_saving(self, verb: str) -> None:
@@ -333,7 +333,7 @@ class Stateful:
         self._check_at_rest("load")
         self._finish_saving("load")
         self._runtime.due()
-        live = self._to_load(AllRanks(self._comm.stage, "load", shown_path(folder)), "load", optimizer, objects)
+        live = self._to_load(ControlPlane(self._comm.stage, "load", shown_path(folder)), "load", optimizer, objects)
         with self._steps.changing("load"):
             extra = checkpoint.load(live, folder)
         self._loaded()
@@ -344,15 +344,15 @@ class Stateful:
 
     def _resume(self, folders: Sequence[str | Path]) -> None:
         """Go on as the run that saved, whose checkpoints later ones may replace; of several folders as none.  Collective."""
-        ranks = AllRanks(self._comm.stage, "load", shown_path(folders[0]))
+        ranks = ControlPlane(self._comm.stage, "load", shown_path(folders[0]))
         targets = [checkpoint.destination(each, "load") for each in folders] if ranks.first else []
-        self._run = ranks.share((checkpoint.run_of(targets[0]) or "") if len(targets) == 1 else "")
+        self._run = ranks.on_first(lambda: (checkpoint.run_of(targets[0]) or "") if len(targets) == 1 else "")
         # What is saved from now on is newer, whatever the clocks of hosts say.
         self._newest_ns = max([self._newest_ns, *map(checkpoint.when_saved, targets)])
 
     def _check_optimizers(self, optimizer: Any, verb: str) -> None:
         given = () if optimizer is None else (optimizer,)
-        AllRanks(self._comm.stage, verb, "the optimizer").run(lambda: check_holds(given, self.model, verb))
+        ControlPlane(self._comm.stage, verb, "the optimizer").run(lambda: check_holds(given, self.model, verb))
 
     def _chosen(self, verb: str, optimizer: Any) -> tuple[Any, ...]:
         """What is given, or else meant.  Collective where that is not known from ``attach``."""
@@ -360,7 +360,7 @@ class Stateful:
             return tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
         chosen = tuple(self._known or self._optimizers.every(verb))
         if self._ignored:
-            AllRanks(self._comm.stage, verb, "optimizers").run(lambda: self._check_ignored(verb, chosen))
+            ControlPlane(self._comm.stage, verb, "optimizers").run(lambda: self._check_ignored(verb, chosen))
         return chosen
 
     def _check_ignored(self, verb: str, chosen: Sequence[torch.optim.Optimizer]) -> None:
@@ -373,7 +373,9 @@ class Stateful:
                 "that are in [units] ignore. Pass all of them: optimizer=[...], or () for none."
             )
 
-    def _to_load(self, ranks: AllRanks, verb: str, optimizer: Any, objects: Mapping[str, Any] | None) -> checkpoint.RunState:
+    def _to_load(
+        self, ranks: ControlPlane, verb: str, optimizer: Any, objects: Mapping[str, Any] | None
+    ) -> checkpoint.RunState:
         """The run that is loaded into; with ``optimizer`` () its model alone.  Collective."""
         chosen = self._chosen(verb, optimizer)
         self._check_reload(verb, chosen)

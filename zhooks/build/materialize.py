@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from offload.errors import AttachError
 from offload.virtual import NAME
 from zhooks import tree
-from zhooks.comm import CONTROL, Call, Comm, Transport, all_or_none
+from zhooks.comm import CONTROL, Call, Comm, ControlPlane, Transport
 from zhooks.layout import Division, Group, Ignored, part_of
 from zhooks.plan import initialiser_of, is_meta
 
@@ -67,7 +67,7 @@ class Materializer:
 
     def buffers(self, comm: Comm) -> None:
         """Fill modules that own only buffers, then make all buffers equal to rank 0's, tp included where it has them whole."""
-        with all_or_none(comm.stage, "attach"):
+        with ControlPlane(comm.stage, "attach").all_or_none():
             for module in self._meta:
                 if id(module) not in self._done:
                     self._fill(module)

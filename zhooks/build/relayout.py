@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from offload.errors import DivergenceError
 from zhooks.build.moved_ranges import laid_down, moved, targets_of
 from zhooks.build.shard import BuildContext, flat_of
-from zhooks.comm import all_or_none
+from zhooks.comm import ControlPlane
 from zhooks.layout import UnitPlan
 from zhooks.optim import shard_vectors, state_keys, states_of, whole_vectors
 from zhooks.tensor import ShardedTensor
@@ -49,7 +49,7 @@ def relayout_units(
         for unit, plan in zip(units, plans, strict=True):
             if plan is not unit.plan:
                 _relayout_unit(unit, plan, context, before or context, optimizers)
-                with all_or_none(context.comm.stage, "lay out"):
+                with ControlPlane(context.comm.stage, "lay out").all_or_none():
                     for flat in unit.flats:
                         laid(flat)
     finally:
@@ -127,11 +127,11 @@ def _lay_out(unit: Unit, plan: UnitPlan, values: dict[int, Tensor], context: Bui
     ranks, or on none."""
     unit.flats = []
     try:
-        with all_or_none(context.comm.stage, "lay out"):
+        with ControlPlane(context.comm.stage, "lay out").all_or_none():
             for planned in plan.flats:
                 unit.flats.append(flat_of(planned, plan.params(planned), context))
                 unit.flats[-1].buffer.reserve()
-        with all_or_none(context.comm.stage, "lay out"):
+        with ControlPlane(context.comm.stage, "lay out").all_or_none():
             for flat in unit.flats:
                 laid_down(flat, [values.pop(id(param)) for param in flat.params])
     except BaseException:

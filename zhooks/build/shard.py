@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from offload.errors import AttachError
 from zhooks.build.materialize import Materializer, swap_memory
 from zhooks.build.restore import swap, swap_out
-from zhooks.comm import CONTROL, Call, Comm, all_or_none
+from zhooks.comm import CONTROL, Call, Comm, ControlPlane
 from zhooks.layout import FlatPlan, Group, Keeps, UnitPlan, part_of
 from zhooks.plan import Plan
 from zhooks.run import forget_idle_graphs
@@ -49,7 +49,7 @@ def build_units(plan: Plan, context: BuildContext, units: list[Unit]) -> None:
     request = plan.request
     # Models that were dropped after a forward alone are freed before this one takes memory.
     forget_idle_graphs()
-    with all_or_none(context.comm.stage, "attach"):
+    with ControlPlane(context.comm.stage, "attach").all_or_none():
         scratch = scratch_for(plan.units, context.pool.bound, request.device)
     gives = not request.sync or context.comm.world.axis.rank == 0
     materializer = Materializer(request.model, request.device, request.init, request.sync, request.ignored, gives)
@@ -71,7 +71,7 @@ def build_unit(unit: Unit, context: BuildContext, materializer: Materializer, sc
     scratch.reset()
     # A module of a meta model fills itself whole: its unit lies in the scratch buffer at once, others flat by flat.
     meta = on_meta(unit.plan.group)
-    with all_or_none(context.comm.stage, "attach"):
+    with ControlPlane(context.comm.stage, "attach").all_or_none():
         for plan in unit.plan.flats:
             unit.flats.append(flat_of(plan, unit.plan.params(plan), context))
             unit.flats[-1].buffer.reserve()
@@ -83,7 +83,7 @@ def build_unit(unit: Unit, context: BuildContext, materializer: Materializer, sc
         if flat.long and not (flat.buffer.in_full or meta or context.comm.tp.axis.world > 1):
             _pass(flat, context, sync=materializer.sync)
             flat.holds = True
-            with all_or_none(context.comm.stage, "attach"):
+            with ControlPlane(context.comm.stage, "attach").all_or_none():
                 _swap_in(flat, 0, flat.params[0])
         else:
             _take(flat, fulls.pop(0) if meta else _place(flat, scratch), context, sync=materializer.sync)
@@ -121,7 +121,7 @@ def _take(flat: Flat, full: Tensor, context: BuildContext, *, sync: bool) -> Non
     grads = [param.grad for param in flat.params]
     try:
         _fill(flat, full, context, sync=sync)
-        with all_or_none(context.comm.stage, "attach"):
+        with ControlPlane(context.comm.stage, "attach").all_or_none():
             flat.adopt(full)
             for index, param in enumerate(flat.params):
                 _swap_in(flat, index, param)
@@ -207,7 +207,7 @@ def _drop_hooks(param: Any) -> None:
 def shard_states(unit: Unit, optimizer: torch.optim.Optimizer, context: BuildContext) -> None:
     """Narrow the states an optimizer already holds to this rank's ranges: all of the unit's, or none.  Collective."""
     made: list[tuple[nn.Parameter, str, ShardedTensor]] = []
-    with all_or_none(context.comm.stage, "attach"):
+    with ControlPlane(context.comm.stage, "attach").all_or_none():
         for param, spec in [pair for flat in unit.flats for pair in zip(flat.params, flat.specs, strict=True)]:
             for key, value in (optimizer.state.get(param) or {}).items():
                 plain = isinstance(value, Tensor) and not isinstance(value, ShardedTensor)

@@ -25,7 +25,7 @@ from offload.policy import Policy
 from offload.store import Store
 from offload.tier import Tier
 from offload.user_warnings import warn_user
-from zhooks.comm import Comm, all_or_none
+from zhooks.comm import Comm, ControlPlane
 from zhooks.layout import UnitPlan
 from zhooks.optim import (
     InMemory,
@@ -125,7 +125,7 @@ class StoredTiers(Tiers):
     def change(self, policy: Policy, device: torch.device, units: Sequence[UnitPlan], comm: Comm, bus: Bus) -> Tiers:
         admitted = admit(policy, device, units, comm, self.store.device)
         if not self._admitted.on_disk:
-            with all_or_none(comm.stage, "apply"):
+            with ControlPlane(comm.stage, "apply").all_or_none():
                 _warn_of_memory(policy, admitted, self.store.device)
         return StoredTiers(self.store, admitted)
 
@@ -181,7 +181,7 @@ def open_store(policy: Policy, device: torch.device, admitted: Admission, comm: 
     budget = Budget(limits, rank=axis.ranks[axis.rank])
     budget.account.bus = seam.bus = bus
     with ExitStack() as undo:
-        with all_or_none(comm.stage, "open tiers"):
+        with ControlPlane(comm.stage, "open tiers").all_or_none():
             _fits(policy, seam, admitted.need, comm)
             host = HostPool(
                 seam,

@@ -23,7 +23,7 @@ from offload.text import shown_path
 from offload.work import Ending
 from zhooks.checkpoint.shard_contents import FileTensor
 from zhooks.checkpoint.snapshot import Snapshot
-from zhooks.comm import AllRanks
+from zhooks.comm import ControlPlane
 
 __all__ = ["Commit", "Progress", "Saving", "Writing", "write_file"]
 
@@ -85,7 +85,7 @@ class Writing(Ending):
         CheckpointError, CapabilityError, OSError: the file cannot be begun; nothing is left of it but the snapshot.
     """
 
-    def __init__(self, ranks: AllRanks, commit: Commit, snapshot: Snapshot, patience_s: float) -> None:
+    def __init__(self, ranks: ControlPlane, commit: Commit, snapshot: Snapshot, patience_s: float) -> None:
         super().__init__()
         self._ranks, self._commit, self._snapshot, self._pid = ranks, commit, snapshot, os.getpid()
         self._gate, self._cancelled = threading.Event(), False
@@ -206,7 +206,7 @@ class Saving:
         begun_ns: when its state was taken, by the clock of its file system; on the first rank.
     """
 
-    def __init__(self, folder: Path, ranks: AllRanks, writing: Writing | None, begun_ns: int, nbytes: int = 0) -> None:
+    def __init__(self, folder: Path, ranks: ControlPlane, writing: Writing | None, begun_ns: int, nbytes: int = 0) -> None:
         self.folder, self._ranks, self._writing, self._nbytes = folder, ranks, writing, nbytes
         self.begun_ns = begun_ns
         self._concluded = writing is None
@@ -253,7 +253,7 @@ class Saving:
                     "process."
                 )
             writing.join()
-            failure = self._ranks.first_failure(None if isinstance(writing.error, FailedElsewhere) else writing.error)
+            failure = self._ranks.failed(None if isinstance(writing.error, FailedElsewhere) else writing.error)
             writing.heard()
             self._concluded = True
             if failure is not None:

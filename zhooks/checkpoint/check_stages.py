@@ -14,9 +14,24 @@ import torch
 
 from offload.errors import CheckpointError
 from zhooks.checkpoint.load_shard import Loading
-from zhooks.comm import CONTROL, Call, Comm, text_digest
+from zhooks.comm import CONTROL, Call, Comm, ControlPlane, text_digest
 
-__all__ = ["check_stages"]
+__all__ = ["check_stages", "one_stage_a_path"]
+
+
+def one_stage_a_path(comm: Comm, verb: str, path: str) -> None:
+    """Stages of a pipeline that save at once must not save to one path: the last would win.  Collective over pp.
+
+    Raises:
+        CheckpointError: two do; on the ranks of every stage.
+    """
+    stages = ControlPlane(comm.pp, verb)
+    if len(set(stages.texts(path))) < stages.size:
+        each, number = ("pipeline stages", "stage number") if comm.pipelined else ("ep ranks", "ep rank")
+        raise CheckpointError(
+            f"Cannot {verb} {path}. Expected a separate path for each of the {stages.size} {each}, found two that save to the "
+            f"same one. Put the {number} into the path."
+        )
 
 
 def check_stages(comm: Comm, loading: Loading) -> None:

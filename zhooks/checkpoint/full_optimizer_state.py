@@ -16,7 +16,7 @@ from offload.errors import CheckpointError
 from offload.shards import CODES
 from zhooks.checkpoint.owned_states import from_first_rank
 from zhooks.checkpoint.rank0_values import spread_values
-from zhooks.comm import CONTROL, AllRanks, Call, Comm
+from zhooks.comm import CONTROL, Call, Comm, ControlPlane
 from zhooks.optim import OwnedStates, params_of, shard_vectors, with_owners
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat
@@ -134,7 +134,7 @@ def apply_plan(
 
     before = optimizer.state, optimizer.param_groups
     try:
-        AllRanks(comm.stage, "load_state_dict", "the optimizer's state").run(load)
+        ControlPlane(comm.stage, "load_state_dict", "the optimizer's state").run(load)
     except CheckpointError:
         optimizer.state, optimizer.param_groups = before
         raise

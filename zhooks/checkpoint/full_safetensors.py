@@ -19,9 +19,10 @@ from offload.errors import CheckpointError
 from offload.events import Bus
 from offload.shards import Entry, destination
 from offload.text import shown_path
+from zhooks.checkpoint.check_stages import one_stage_a_path
 from zhooks.checkpoint.ignored_values import check_alike
 from zhooks.checkpoint.whole_folder import Recipe, WrittenTo, write_files
-from zhooks.comm import AllRanks, Comm, one_stage_a_path
+from zhooks.comm import Comm, ControlPlane
 from zhooks.compiled import plain_name
 from zhooks.layout import Ignored
 from zhooks.unit import Unit
@@ -34,7 +35,7 @@ def save_full(
     model: nn.Module, units: Sequence[Unit], comm: Comm, bus: Bus, target: str | os.PathLike[str], ignored: Ignored
 ) -> None:
     """See ``Attachment.save_full``.  Tied parameters are written under each name: a strict load succeeds."""
-    ranks = AllRanks(comm.stage, _VERB, shown_path(target))
+    ranks = ControlPlane(comm.stage, _VERB, shown_path(target))
     path = ranks.run(lambda: destination(target, _VERB, "file"))
     ranks.run(lambda: _check_plain(ignored))
     ranks.on_first(lambda: _check_replaceable(path, Path(target)))

@@ -28,7 +28,7 @@ from zhooks.checkpoint.ignored_values import (
 )
 from zhooks.checkpoint.owned_states import states_of_owners
 from zhooks.checkpoint.rank0_values import flats_of, from_first, is_first, spread_values, whole_values
-from zhooks.comm import CONTROL, AllRanks, Call, Comm
+from zhooks.comm import CONTROL, Call, Comm, ControlPlane
 from zhooks.compiled import plain_name
 from zhooks.layout import Division, Ignored, is_divided, part_of, whole_of
 from zhooks.optim import mapped, params_of, state_keys, states_of, whole_copies
@@ -44,7 +44,7 @@ def full_state(
     model: nn.Module, units: Sequence[Unit], comm: Comm, optimizer: torch.optim.Optimizer | None, ignored: Ignored
 ) -> dict[str, Any]:
     """See ``Attachment.state_dict``."""
-    AllRanks(comm.stage, "state_dict", "the optimizer").run(lambda: _check_optimizer(optimizer, units))
+    ControlPlane(comm.stage, "state_dict", "the optimizer").run(lambda: _check_optimizer(optimizer, units))
     check_alike(model, ignored, comm, "state_dict", optimizer)
     wanted = is_first(comm)
     values: dict[int, Tensor] = {}
@@ -170,7 +170,7 @@ def load_full_state(
     Args:
         scale: checks what the state says of the loss scale, and returns what follows it.
     """
-    ranks = AllRanks(comm.stage, "load_state_dict", "the state")
+    ranks = ControlPlane(comm.stage, "load_state_dict", "the state")
     ranks.run(lambda: check_own(ignored, "load_state_dict"))
     flats = list(flats_of(units))
     whole: dict[str, Tensor] = dict(tree.named_buffers(model))
@@ -197,7 +197,7 @@ def load_full_state(
         return {plain_name(name): value for name, value in state["model"].items()}, (scaled, known, left_out)
 
     values, about = ranks.run(read)
-    scaled, plan, left_out = ranks.share(about)
+    scaled, plan, left_out = ranks.on_first(lambda: about)
     if ignored.frozen:
         ranks.run(lambda: check_left_out(ignored, left_out, "load_state_dict"))
     follow = scale(scaled)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from offload.errors import CheckpointError
 from offload.shards import digest
 from zhooks import tree
-from zhooks.comm import AllRanks, Comm
+from zhooks.comm import Comm, ControlPlane
 from zhooks.layout import Ignored, is_divided, part_of
 from zhooks.tensor import ShardedTensor
 
@@ -127,7 +127,7 @@ def check_alike(
     """
     if not ignored:
         return
-    ranks = AllRanks(comm.stage, verb, "the parameters in [units] ignore")
+    ranks = ControlPlane(comm.stage, verb, "the parameters in [units] ignore")
 
     def digests() -> dict[str, str]:
         check_own(ignored, verb)
@@ -135,7 +135,7 @@ def check_alike(
         return {name: digest([value]) for name, value in values.items()} | checksums_of(ignored)
 
     mine = ranks.run(digests)
-    first: Mapping[str, str] = ranks.share(mine)
+    first: Mapping[str, str] = ranks.on_first(lambda: mine)
 
     def compare() -> None:
         differ = sorted(name for name in {*first, *mine} if first.get(name) != mine.get(name))

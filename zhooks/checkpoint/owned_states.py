@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from offload.shards import CODES, DTYPES, blocks
 from zhooks.checkpoint.state_tree import Packer, Unpacker
-from zhooks.comm import CONTROL, GATHER, Call, Comm, Transport, all_or_none
+from zhooks.comm import CONTROL, GATHER, Call, Comm, ControlPlane, Transport
 from zhooks.optim import OwnedStates, Owners, flags_of, plain_states_of, with_owners
 
 __all__ = ["check_owned", "from_first_rank", "from_owner", "own_anew", "plain_states", "states_of_owners"]
@@ -112,7 +112,7 @@ def own_anew(optimizer: Optimizer, owners: Owners, before: Transport, shard: Tra
 def _packed(states: OwnedStates, shard: Transport, name: str) -> Tensor:
     """The owner's states as bytes; nothing elsewhere.  Collective: what they cannot be, is said on every rank."""
     found: list[Tensor] = []
-    with all_or_none(shard, "send states"):
+    with ControlPlane(shard, "send states").all_or_none():
         found.append(_bytes_of(states, name) if states.here else torch.empty(0, dtype=torch.uint8, device="cpu"))
     return found[0]
 

@@ -25,7 +25,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from offload.budget import preflight
@@ -38,7 +37,7 @@ from zhooks.checkpoint.peer_memory import Generation, PeerMemory, moved
 from zhooks.checkpoint.saved_files import GAP, Place, Present, SavedFolder, in_folder
 from zhooks.checkpoint.saved_layout import difference
 from zhooks.checkpoint.shard_contents import RunState, buffer_name, gradient_name
-from zhooks.comm import CONTROL, AllRanks, Call, Span, text_of
+from zhooks.comm import ControlPlane, Span
 
 __all__ = ["Brought", "brought"]
 
@@ -57,7 +56,7 @@ class Brought:
 
 
 @contextmanager
-def brought(run: RunState, memory: PeerMemory, generation: Generation, ranks: AllRanks) -> Iterator[Brought | None]:
+def brought(run: RunState, memory: PeerMemory, generation: Generation, ranks: ControlPlane) -> Iterator[Brought | None]:
     """The files of a generation for as long as they are loaded; None where none are whole on any host.  Collective."""
     with memory.memory.scratch(ranks.rank) as folder:
         manifest = _manifest(run, memory, generation, ranks, folder)
@@ -65,11 +64,11 @@ def brought(run: RunState, memory: PeerMemory, generation: Generation, ranks: Al
         yield None if parts is None else Brought(folder, parts, manifest)
 
 
-def _manifest(run: RunState, memory: PeerMemory, generation: Generation, ranks: AllRanks, folder: Path) -> Manifest:
+def _manifest(run: RunState, memory: PeerMemory, generation: Generation, ranks: ControlPlane, folder: Path) -> Manifest:
     """That of one host on all."""
     source = memory.memory.generation(generation.token) / MANIFEST
     mine = ranks.run(lambda: source.read_text(encoding="ascii") if ranks.rank == generation.rank else "")
-    text = text_of(run.comm.stage, Call(CONTROL, "resume: manifest", "all ranks"), generation.rank, mine)
+    text = ranks.texts(mine)[generation.rank]
 
     def written() -> Manifest:
         (folder / MANIFEST).write_text(text, encoding="ascii")
@@ -85,7 +84,7 @@ class _Bringing:
     """
 
     def __init__(
-        self, run: RunState, memory: PeerMemory, generation: Generation, manifest: Manifest, ranks: AllRanks, folder: Path
+        self, run: RunState, memory: PeerMemory, generation: Generation, manifest: Manifest, ranks: ControlPlane, folder: Path
     ) -> None:
         self._run, self._memory, self._manifest, self._ranks, self._folder = run, memory, manifest, ranks, folder
         self._kept = memory.memory.generation(generation.token)
@@ -123,10 +122,8 @@ class _Bringing:
     def _agreed(self, step: Callable[[], set[int]]) -> set[int]:
         """The files that some rank finds damaged."""
         mine = self._ranks.run(step)
-        bad = torch.zeros(self._manifest.world, dtype=torch.int64, device="cpu")
-        bad[list(mine)] = 1
-        self._run.comm.stage.all_reduce(Call(CONTROL, "resume: verify", "all ranks"), bad, "max")
-        return set(bad.nonzero().flatten().tolist())
+        bad = self._ranks.any([file in mine for file in range(self._manifest.world)])
+        return {file for file, damaged in enumerate(bad) if damaged}
 
     # What is compared where it lies.
 
@@ -229,9 +226,7 @@ class _Bringing:
     def _compared(self, files: Sequence[int], needed: Mapping[int, _Needed]) -> dict[int, set[str]]:
         names = {file: list(self._manifest.files[file].tensors) for file in files}
         whole = [file in needed and name in needed[file].whole for file, each in names.items() for name in each]
-        marks = torch.tensor(whole, dtype=torch.uint8, device="cpu")
-        self._run.comm.stage.all_reduce(Call(CONTROL, "resume: compared", "all ranks"), marks, "max")
-        every = zip(((file, name) for file, each in names.items() for name in each), marks.tolist(), strict=True)
+        every = zip(((file, name) for file, each in names.items() for name in each), self._ranks.any(whole), strict=True)
         compared: dict[int, set[str]] = {file: set() for file in files}
         for (file, name), mark in every:
             if mark:

@@ -49,7 +49,7 @@ from offload.user_warnings import warn_user
 from zhooks.checkpoint.background import write_file
 from zhooks.checkpoint.save_load import about_run
 from zhooks.checkpoint.shard_contents import FileTensor, RunState, contents, whole_digests
-from zhooks.comm import CONTROL, AllRanks, Call, Comm, Move, Span, fetch, text_digest
+from zhooks.comm import CONTROL, Call, Comm, ControlPlane, Move, Span, fetch, text_digest
 
 __all__ = ["Generation", "Hosts", "PeerMemory", "moved", "save_to_peers"]
 
@@ -131,14 +131,14 @@ class PeerMemory:
                 self._count(token, sum(sizes.values()))
 
     @classmethod
-    def open(cls, comm: Comm, policy: Policy, store: Store | None, bus: Bus, ranks: AllRanks) -> PeerMemory:
+    def open(cls, comm: Comm, policy: Policy, store: Store | None, bus: Bus, ranks: ControlPlane) -> PeerMemory:
         """Find or make this job's memory on every host.  Collective.
 
         Raises:
             CheckpointError: it cannot be had on some host, or another job has it; on every rank.
         """
         wanted = policy.resilience
-        session = ranks.share(secrets.token_hex(8))
+        session = ranks.on_first(lambda: secrets.token_hex(8))
         opened: list[HostMemory] = []
 
         def find() -> None:
@@ -183,10 +183,10 @@ class PeerMemory:
 
     # What is there.
 
-    def generations(self, ranks: AllRanks) -> list[Generation]:
+    def generations(self, ranks: ControlPlane) -> list[Generation]:
         """The complete saves, the newest first.  Collective."""
-        raws = ranks.collect(json.dumps(ranks.run(self._listed)).encode())
-        found = ranks.share(ranks.run(lambda: self._merged([json.loads(raw) for raw in raws])))
+        raws = ranks.texts(json.dumps(ranks.run(self._listed)), first_only=True)
+        found = ranks.on_first(lambda: self._merged([json.loads(raw) for raw in raws]))
         return [
             Generation(token, when, world, rank, {int(file): [(host, name) for host, name in at] for file, at in each.items()})
             for token, when, world, rank, each in found
@@ -227,15 +227,15 @@ class PeerMemory:
 
     def save(self, run: RunState, extra: Mapping[str, Any], about: Mapping[str, Any], after_ns: int) -> int:
         """Keep this moment; returns when it was.  Collective."""
-        ranks = AllRanks(run.comm.stage, "save_to_peers", shown_path(self.memory.path))
+        ranks = ControlPlane(run.comm.stage, "save_to_peers", shown_path(self.memory.path))
         run.bus.begin("save", _KEY)
         nbytes = 0
         try:
             if self.last is None:
                 self.last = next((each.token for each in self.generations(ranks) if each.whole), "")
             ranks.run(lambda: self._drop_but(self.last or ""))
-            token = ranks.share(secrets.token_hex(8))
-            digests = ranks.share(ranks.run(lambda: whole_digests(run)))
+            token = ranks.on_first(lambda: secrets.token_hex(8))
+            digests = ranks.on_first(lambda: whole_digests(run))
             tensors = ranks.run(lambda: contents(run, extra, digests))
             header, size = file_nbytes([each.entry for each in tensors])
             headers, sizes = self._sizes(header, size)
@@ -246,10 +246,10 @@ class PeerMemory:
                 ranks.run(lambda: self._take(token, needs))
                 record = ranks.run(lambda: self._write(run, token, tensors))
                 ranks.run(lambda: self._copy(run, token, sizes))
-                raws = ranks.collect(record.model_dump_json().encode())
-                when = ranks.share(ranks.run(lambda: max(self._now_ns(token), after_ns + 1) if ranks.first else 0))
+                raws = ranks.texts(record.model_dump_json(), first_only=True)
+                when = ranks.on_first(lambda: max(self._now_ns(token), after_ns + 1))
                 facts = {**about, "saved_ns": when, "headers": headers}
-                text = ranks.share(ranks.run(lambda: _manifest(token, facts, raws) if ranks.first else ""))
+                text = ranks.on_first(lambda: _manifest(token, facts, raws))
                 complete = True
                 ranks.run(lambda: self._commit(token, text))
             except BaseException:
@@ -414,7 +414,7 @@ def _file_of(name: str) -> int | None:
     return int(stem) if stem.isdigit() and name in (shard_name(int(stem)), copy_name(int(stem))) else None
 
 
-def _manifest(token: str, about: Mapping[str, Any], raws: Sequence[bytes]) -> str:
+def _manifest(token: str, about: Mapping[str, Any], raws: Sequence[str]) -> str:
     records = [Record.model_validate_json(raw) for raw in raws]
     manifest = Manifest(
         format="zhooks sharded checkpoint", version=1, token=token, world=len(records), about=dict(about), files=records

@@ -30,7 +30,7 @@ from zhooks.checkpoint.saved_layout import describe, places
 from zhooks.checkpoint.saved_run import tensors_in
 from zhooks.checkpoint.shard_contents import DOCUMENT, FileTensor, Piece, RunState, contents, group_names, opened
 from zhooks.checkpoint.state_tree import Unpacker
-from zhooks.comm import AllRanks
+from zhooks.comm import ControlPlane
 
 __all__ = ["Ask", "OfferedState", "PeerLostError", "extra_of", "replica_facts", "take_over"]
 
@@ -188,7 +188,7 @@ def take_over(run: RunState, where: str, header: Mapping[str, Any], ask: Ask, fa
         PeerLostError: a rank has lost its peer; the run may be partly changed.
         CheckpointError: on every rank: the peer has another model, policy or optimizer.  Nothing has been changed.
     """
-    ranks = AllRanks(run.comm.stage, "take over", where)
+    ranks = ControlPlane(run.comm.stage, "take over", where)
     reader = _reader(where, header, ask)
     manifest = Manifest(
         format="zhooks sharded checkpoint", version=1, token="", world=run.comm.stage.axis.world, about=dict(header["about"]),

@@ -30,7 +30,7 @@ from zhooks import tree
 from zhooks.checkpoint.ignored_values import check_alike
 from zhooks.checkpoint.transformers_tensors import divided, recipes_of
 from zhooks.checkpoint.whole_folder import WrittenTo, tensors_of, write_files
-from zhooks.comm import AllRanks, Comm
+from zhooks.comm import Comm, ControlPlane
 from zhooks.compiled import uncompiled
 from zhooks.layout import Ignored
 from zhooks.unit import Unit
@@ -84,7 +84,7 @@ def save_pretrained(
     Args:
         gathered: whole values of these parameters at their modules, on every rank, inside.
     """
-    ranks = AllRanks(comm.stage, _VERB, shown_path(asked.folder))
+    ranks = ControlPlane(comm.stage, _VERB, shown_path(asked.folder))
     target = ranks.run(lambda: destination(asked.folder, _VERB))
     bare = uncompiled(model)
 
@@ -97,12 +97,16 @@ def save_pretrained(
             )
         return _kind(bare, ignored, asked), f"{asked.most_nbytes()} {asked.asked_dtype()}"
 
+    def tokenizer() -> None:
+        if asked.tokenizer is not None:
+            asked.tokenizer.save_pretrained(str(draft.path))
+
     kind, said = ranks.run(read)
-    if not ranks.same(said):
+    if not ranks.agree(said):
         found = "found different ones. Pass the same"
         raise CheckpointError(f"{_VERB} expected one max_shard_size and dtype on all ranks, {found}.")
     check_alike(model, ignored, comm, _VERB)
-    draft = ExportDraft(target, ranks.share(secrets.token_hex(8)), kind)
+    draft = ExportDraft(target, ranks.on_first(lambda: secrets.token_hex(8)), kind)
     bus.begin("export", target.name)
     nbytes = 0
     try:
@@ -112,7 +116,7 @@ def save_pretrained(
         else:
             sizes = _write_adapters(bare, draft, ranks, gathered)
         # On all ranks: those that it is not read from may have been given none.
-        ranks.on_first(lambda: asked.tokenizer.save_pretrained(str(draft.path)) if asked.tokenizer is not None else None)
+        ranks.on_first(tokenizer)
         nbytes = sum(sizes.values())
         ranks.on_first(lambda: draft.commit(sizes))
     except BaseException:
@@ -172,7 +176,7 @@ def _kind(model: Any, ignored: Ignored, asked: Pretrained) -> ExportKind:
 
 
 def _write_model(
-    model: Any, units: Sequence[Unit], comm: Comm, bus: Bus, asked: Pretrained, draft: ExportDraft, ranks: AllRanks
+    model: Any, units: Sequence[Unit], comm: Comm, bus: Bus, asked: Pretrained, draft: ExportDraft, ranks: ControlPlane
 ) -> dict[str, int]:
     """Weights, index and configuration; sizes of the files on the first rank.  Collective."""
     recipes = ranks.run(lambda: recipes_of(model, asked.asked_dtype()))
@@ -202,7 +206,7 @@ def _write_model(
 # Adapters of PEFT.
 
 
-def _write_adapters(model: Any, draft: ExportDraft, ranks: AllRanks, gathered: Gathered) -> dict[str, int]:
+def _write_adapters(model: Any, draft: ExportDraft, ranks: ControlPlane, gathered: Gathered) -> dict[str, int]:
     """Adapters alone, by PEFT's own ``save_pretrained``, with their values whole.  Collective."""
     needed = ranks.run(lambda: _adapter_tensors(model))
     with gathered(needed) if needed else nullcontext(), torch.no_grad():

@@ -22,7 +22,7 @@ from zhooks.checkpoint.peer_memory import Generation, PeerMemory
 from zhooks.checkpoint.save_load import load
 from zhooks.checkpoint.saved_files import in_folder
 from zhooks.checkpoint.shard_contents import RunState
-from zhooks.comm import AllRanks
+from zhooks.comm import ControlPlane
 
 __all__ = ["Resumed", "resume"]
 
@@ -51,14 +51,14 @@ class _Saved:
 
 
 def resume(
-    run: RunState, memory: PeerMemory | None, folders: Sequence[str | os.PathLike[str]], ranks: AllRanks
+    run: RunState, memory: PeerMemory | None, folders: Sequence[str | os.PathLike[str]], ranks: ControlPlane
 ) -> Resumed | None:
     """Load the newest of what is there; None where nothing is.  Collective.
 
     Raises:
         CheckpointError: on every rank: a checkpoint in a folder is damaged, or the newest is of another model.
     """
-    found = ranks.share(ranks.run(lambda: [list(one) for one in _in_folders(folders)] if ranks.first else []))
+    found = ranks.on_first(lambda: [list(one) for one in _in_folders(folders)])
     sources: list[Generation | _Saved] = [_Saved(*one) for one in found]
     sources += [] if memory is None else memory.generations(ranks)
     # Later saves are newer than all that was seen, what is passed over here too: clocks of hosts differ.
@@ -95,7 +95,7 @@ def _holds(target: Path) -> bool:
 
 
 def _from_folder(
-    run: RunState, source: _Saved, folders: Sequence[str | os.PathLike[str]], ranks: AllRanks, newest_ns: int
+    run: RunState, source: _Saved, folders: Sequence[str | os.PathLike[str]], ranks: ControlPlane, newest_ns: int
 ) -> Resumed:
     def here() -> Path:
         place = destination(folders[source.number], "resume")
@@ -104,11 +104,11 @@ def _from_folder(
     target = ranks.run(here)
     extra = load(run, target)
     run.bus.instant("resume", source.name or target.name)
-    return Resumed(extra, ranks.share(ranks.run(lambda: (run_of(target) or "") if ranks.first else "")), newest_ns)
+    return Resumed(extra, ranks.on_first(lambda: run_of(target) or ""), newest_ns)
 
 
 def _from_memory(
-    run: RunState, memory: PeerMemory, source: Generation, ranks: AllRanks, newest_ns: int
+    run: RunState, memory: PeerMemory, source: Generation, ranks: ControlPlane, newest_ns: int
 ) -> Resumed | None:
     missing = [rank for rank in range(source.world) if rank not in source.holders]
     if not missing:

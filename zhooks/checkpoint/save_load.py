@@ -36,7 +36,7 @@ from offload.store import Store
 from offload.text import shown_path
 from zhooks.checkpoint.background import Commit, Saving, Writing, write_file
 from zhooks.checkpoint.check_shard import check
-from zhooks.checkpoint.check_stages import check_stages
+from zhooks.checkpoint.check_stages import check_stages, one_stage_a_path
 from zhooks.checkpoint.deepspeed_folder import deepspeed_folder
 from zhooks.checkpoint.load_shard import Loading
 from zhooks.checkpoint.parts_on_disk import PartsOnDisk, read_ahead
@@ -44,7 +44,7 @@ from zhooks.checkpoint.saved_files import Files, Place, SavedFolder, in_folder
 from zhooks.checkpoint.saved_layout import describe, places
 from zhooks.checkpoint.shard_contents import FileTensor, RunState, contents, whole_digests
 from zhooks.checkpoint.snapshot import Snapshot
-from zhooks.comm import AllRanks, one_stage_a_path
+from zhooks.comm import ControlPlane
 
 __all__ = ["about_run", "load", "save", "save_beside"]
 
@@ -67,10 +67,10 @@ def save(
     nbytes = 0
     try:
         ranks.on_first(draft.open)
-        digests = ranks.share(ranks.run(lambda: whole_digests(run)))
+        digests = ranks.on_first(lambda: whole_digests(run))
         record = ranks.run(lambda: _write(run, draft, extra, digests, store))
         nbytes = record.nbytes
-        raws = ranks.collect(record.model_dump_json().encode())
+        raws = ranks.texts(record.model_dump_json(), first_only=True)
         commit = Commit(draft, about_run(run), series, run.bus)
         ranks.on_first(lambda: commit([Record.model_validate_json(raw) for raw in raws]))
     except BaseException:
@@ -106,7 +106,7 @@ def save_beside(
     run.bus.begin("snapshot", draft.target.name)
     try:
         ranks.on_first(draft.open)
-        digests = ranks.share(ranks.run(lambda: whole_digests(run)))
+        digests = ranks.on_first(lambda: whole_digests(run))
         about = about_run(run)
         ranks.run(snapshot)
         ranks.run(begin)
@@ -125,9 +125,9 @@ def save_beside(
     return Saving(draft.target, ranks, begun[0], draft.opened_ns)
 
 
-def _begin(run: RunState, folder: str | os.PathLike[str], series: Series) -> tuple[AllRanks, Draft]:
+def _begin(run: RunState, folder: str | os.PathLike[str], series: Series) -> tuple[ControlPlane, Draft]:
     """Where every rank writes to, found possible."""
-    ranks = AllRanks(run.comm.stage, "save", shown_path(folder))
+    ranks = ControlPlane(run.comm.stage, "save", shown_path(folder))
 
     def found() -> Path:
         target = destination(folder, "save")
@@ -136,8 +136,8 @@ def _begin(run: RunState, folder: str | os.PathLike[str], series: Series) -> tup
         return target
 
     target = ranks.run(found)
-    one_stage_a_path(run.comm, "save", ranks.share(str(target)))
-    return ranks, Draft(target, ranks.share(secrets.token_hex(8)))
+    one_stage_a_path(run.comm, "save", ranks.on_first(lambda: str(target)))
+    return ranks, Draft(target, ranks.on_first(lambda: secrets.token_hex(8)))
 
 
 def about_run(run: RunState) -> dict[str, Any]:
@@ -161,8 +161,8 @@ def load(
 ) -> dict[str, Any]:
     """See ``Attachment.load``; ``files_of`` says how the files of a folder of this library are read."""
     given = list(saved) if isinstance(saved, (list, tuple)) else [saved]
-    ranks = AllRanks(run.comm.stage, "load", shown_path(given[0]) if given else "[]")
-    stages = AllRanks(run.comm.pp, "load", "all stages")
+    ranks = ControlPlane(run.comm.stage, "load", shown_path(given[0]) if given else "[]")
+    stages = ControlPlane(run.comm.pp, "load", "all stages")
     targets = _on_stages(stages, lambda: ranks.run(lambda: _destinations(given)))
     nbytes = 0
     run.bus.begin("load", targets[0].name)
@@ -186,7 +186,7 @@ def load(
 
 
 def _found(
-    run: RunState, ranks: AllRanks, stages: AllRanks, targets: Sequence[Path], files: ExitStack, files_of: FilesOf
+    run: RunState, ranks: ControlPlane, stages: ControlPlane, targets: Sequence[Path], files: ExitStack, files_of: FilesOf
 ) -> tuple[Loading, int, Callable[[], None]]:
     """What is to be loaded; looked for again where another process has put a newer checkpoint in its place.  Collective."""
     tokens: list[str] = []
@@ -197,8 +197,8 @@ def _found(
         except CheckpointError as error:
             # What had been opened is of a checkpoint that is gone: nobody can tell that from damage by the files alone.
             here = error if _tokens(targets) != tokens else None
-            replaced = ranks.first_failure(here) is not None
-            if stages.first_failure(error if replaced else None) is None or not left:
+            replaced = ranks.failed(here) is not None
+            if stages.failed(error if replaced else None) is None or not left:
                 raise
             files.close()
     raise AssertionError("the last try returns or raises")
@@ -212,14 +212,14 @@ def _tokens(targets: Sequence[Path]) -> list[str]:
     return found
 
 
-def _on_stages(stages: AllRanks, step: Callable[[], T]) -> T:
+def _on_stages(stages: ControlPlane, step: Callable[[], T]) -> T:
     """Take a step that fails on all ranks of a model or on none; and on those of all stages of a pipeline.  Collective."""
     results, problem = [], None
     try:
         results.append(step())
     except CheckpointError as error:
         problem = error
-    failure = stages.first_failure(problem) if stages.size > 1 else None
+    failure = stages.failed(problem) if stages.size > 1 else None
     if problem is not None:
         raise problem
     if failure is not None:
@@ -228,11 +228,11 @@ def _on_stages(stages: AllRanks, step: Callable[[], T]) -> T:
 
 
 def _checked(
-    run: RunState, ranks: AllRanks, targets: Sequence[Path], read: list[str], files: ExitStack, files_of: FilesOf
+    run: RunState, ranks: ControlPlane, targets: Sequence[Path], read: list[str], files: ExitStack, files_of: FilesOf
 ) -> tuple[Loading, int, Callable[[], None]]:
     """Everything that can be wrong with the folders; ``read`` gets the tokens of those of ours.  Collective."""
-    foreign = ranks.share(ranks.run(lambda: list(map(is_deepspeed, targets)) if ranks.first else []))
-    suffixes = ranks.share(ranks.run(lambda: list(map(_suffix, targets, foreign)) if ranks.first else []))
+    foreign = ranks.on_first(lambda: list(map(is_deepspeed, targets)))
+    suffixes = ranks.on_first(lambda: list(map(_suffix, targets, foreign)))
     paths = [Path(f"{one}{suffix}") for one, suffix in zip(targets, suffixes, strict=True)]
     place = Place.of(run.comm)
 
@@ -247,7 +247,7 @@ def _checked(
         return list(map(folder, paths, foreign))
 
     found = [files.enter_context(closing(one)) for one in ranks.run(_damaged_or(paths[0], opened))]
-    tokens = ranks.share([one.manifest.token for one in found])
+    tokens = ranks.on_first(lambda: [one.manifest.token for one in found])
 
     def folders() -> list[SavedFolder]:
         for one, token in zip(found, tokens, strict=True):

@@ -23,7 +23,7 @@ from offload.errors import CapabilityError, CheckpointError
 from zhooks.checkpoint.ignored_values import check_alike
 from zhooks.checkpoint.owned_states import states_of_owners
 from zhooks.checkpoint.rank0_values import flats_of, whole_values
-from zhooks.comm import CONTROL, AllRanks, Call, Comm
+from zhooks.comm import Comm, ControlPlane
 from zhooks.grad import Asked, full_state_asked
 from zhooks.layout import Ignored
 from zhooks.optim import (
@@ -90,13 +90,13 @@ class StockState:
                 "with parameters that are not sharded. Load without it, or load before attach."
             )
         self._finish_backward()
-        ranks = AllRanks(self._comm.stage, "load_state_dict", "the model")
+        ranks = ControlPlane(self._comm.stage, "load_state_dict", "the model")
         named = dict(module.state_dict(keep_vars=True))
         # What is ignored is copied as torch does it, and may differ from rank to rank.
         left = self._ignored.identities() | self._ignored.buffers()
         named = {name: value for name, value in named.items() if id(value) not in left}
         given = {name: state[prefix + name] for name in named if isinstance(state.get(prefix + name), Tensor)}
-        if not ranks.same("\n".join(f"{name} {about_state(value)}" for name, value in given.items())):
+        if not ranks.agree("\n".join(f"{name} {about_state(value)}" for name, value in given.items())):
             raise CheckpointError(
                 "load_state_dict expected every rank to load a state dict with the same names, shapes and dtypes, found "
                 "that they differ. Load the same file on all ranks, or pass rank 0's to attachment.load_state_dict({'model': "
@@ -111,9 +111,8 @@ class StockState:
         if not ranges:
             return
         other = [value._spec.key() != into._spec.key() or value.shape != into.shape for _, value, into in ranges]
-        flags = torch.tensor(other, dtype=torch.uint8, device="cpu")
-        self._comm.stage.all_reduce(Call(CONTROL, "compare layouts", "all parameters"), flags, "max")
-        for (what, value, _), flag in zip(ranges, flags.tolist(), strict=True):
+        flags = ControlPlane(self._comm.stage, "compare layouts").any(other)
+        for (what, value, _), flag in zip(ranges, flags, strict=True):
             if flag:
                 yield what, value.full_tensor()
 

@@ -21,7 +21,7 @@ from offload.errors import CheckpointError, ZhooksError
 from offload.events import Bus
 from offload.shards import Entry, WholeFile
 from zhooks.checkpoint.rank0_values import flats_of, is_first, whole_values
-from zhooks.comm import CONTROL, AllRanks, Call, Comm
+from zhooks.comm import CONTROL, Call, Comm, ControlPlane
 from zhooks.compiled import plain_name
 from zhooks.layout import whole_of
 from zhooks.tensor import ParamShard
@@ -95,7 +95,7 @@ def write_files(
     Raises:
         CheckpointError: on every rank, naming the first that failed.
     """
-    ranks = AllRanks(comm.stage, to.verb, str(to.target))
+    ranks = ControlPlane(comm.stage, to.verb, str(to.target))
     mine = {name: entries for number, (name, entries) in enumerate(files.items()) if number % ranks.size == ranks.rank}
     with ExitStack() as stack:
 
@@ -123,7 +123,7 @@ def write_files(
                 for each in names[identity]:
                     sink.put(each, 0, whole)
         sizes = ranks.run(sink.finish)
-        raws = ranks.collect(json.dumps(sizes).encode())
+        raws = ranks.texts(json.dumps(sizes), first_only=True)
     return {name: nbytes for raw in raws for name, nbytes in json.loads(raw).items()} if is_first(comm) else {}
 
 

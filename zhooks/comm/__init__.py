@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from offload.work import DONE, Work
-from zhooks.comm.agree import Agreement, SameGathers, disagreement, least, same_text, text_digest, text_of, texts_of
-from zhooks.comm.all_ranks import AllRanks, all_or_none, one_stage_a_path
 from zhooks.comm.alone import Alone
 from zhooks.comm.choose_transport import Comm, open_comm, reopen_comm
 from zhooks.comm.chunks import Chunk, chunks_of, even, gather, in_order, norms_of_runs, own_ranges, read
+from zhooks.comm.control import ControlPlane, GatherControl, text_digest
 from zhooks.comm.fetch_bytes import Move, Span, fetch
 from zhooks.comm.progress import LastInputs, Progress, by_rank
 from zhooks.comm.rearrange import another_mesh, close_unused, rearranged
@@ -22,39 +21,34 @@ __all__ = [
     "DONE",
     "GATHER",
     "REDUCE",
-    "Agreement",
-    "AllRanks",
     "Alone",
     "Call",
     "Chunk",
     "Comm",
+    "ControlPlane",
     "Facts",
+    "GatherControl",
     "LastInputs",
     "Meeting",
     "Move",
     "Nbytes",
     "Progress",
-    "SameGathers",
     "Span",
     "Stages",
     "Transport",
     "Work",
-    "all_or_none",
     "another_mesh",
     "by_rank",
     "check_no_group",
     "chunks_of",
     "close_unused",
-    "disagreement",
     "even",
     "fetch",
     "gather",
     "in_order",
     "join_on_paper",
-    "least",
     "meet",
     "norms_of_runs",
-    "one_stage_a_path",
     "open_comm",
     "own_ranges",
     "policy_facts",
@@ -64,10 +58,7 @@ __all__ = [
     "refuse_unconnected",
     "refused_by_all",
     "reopen_comm",
-    "same_text",
     "stages_on_paper",
     "text_digest",
-    "text_of",
-    "texts_of",
     "wait_for",
 ]

@@ -35,7 +35,7 @@ from torch import Tensor
 from offload.device import OneStream, one_stream
 from offload.errors import ShardedOpError
 from offload.events import HERE, Bus
-from zhooks.comm import CONTROL, Agreement, Call, Comm, SameGathers
+from zhooks.comm import Comm, GatherControl
 from zhooks.grad.accumulation import Accumulation
 from zhooks.grad.gradient import Gradient, gradient_of
 from zhooks.grad.reduce_hooks import ReduceHooks
@@ -111,7 +111,7 @@ class Reducer:
         self, comm: Comm, pool: Pool, bus: Bus, scaling: Scaling, backward: Backward, *, most: int, unreduced: bool, mean: bool
     ) -> None:
         self.comm, self.pool, self.bus, self.scaling = comm, pool, bus, scaling
-        self._same = SameGathers(comm)
+        self._control = GatherControl(comm, "end of backward")
         self._backward = backward
         self.sync = True
         #: A block of ``no_sync`` has begun since the last reduction: on every rank alike, whatever a rank holds back.
@@ -582,13 +582,13 @@ class Reducer:
                 present = [a or b for a, b in zip(present, seen, strict=True)] if any(present) else seen
             local.extend(present)
             local.append(seen is not None and number in self._ready)
-        same, boarded = self._same.bytes(), [rider.board() for rider in self.riders]
-        flags = torch.tensor([*local, *same, *chain.from_iterable(boarded)], dtype=torch.uint8, device="cpu")
-        # First over replicas that are jobs of their own: what is lost on that way is lost for all ranks of this one alike.
-        self.replicas.merge(flags[: len(local)])
-        self.comm.world.all_reduce(Call(CONTROL, "end of backward", "all units"), flags, "max")
-        merged, used, again, at = flags.tolist(), {}, [], len(local) + len(same)
-        self._same.check(merged[len(local) : at], "end of backward")
+        boarded, own = [rider.board() for rider in self.riders], local
+        if self.replicas.jobs:
+            # First over replicas that are jobs of their own: what is lost on that way is lost for all ranks of this one alike.
+            flags = torch.tensor(local, dtype=torch.uint8, device="cpu")
+            self.replicas.merge(flags)
+            own = flags.tolist()
+        merged, used, again, at = self._control.any([*own, *chain.from_iterable(boarded)]), {}, [], len(local)
         for rider, bytes_of in zip(self.riders, boarded, strict=True):
             rider.arrive(merged[at : at + len(bytes_of)])
             at += len(bytes_of)
@@ -607,5 +607,5 @@ class Reducer:
             return
         done = list(dict.fromkeys(self._completed))
         order = done + [number for number in self._order if number not in done]
-        self._order = Agreement(self.comm).sequence("all units", order)
+        self._order = self._control.on_first(lambda: order)
         self._agreed = True

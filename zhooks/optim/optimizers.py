@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import CheckpointError, DivergenceError, ShardedOpError
-from zhooks.comm import CONTROL, AllRanks, Call, Facts, Transport, disagreement, text_digest
+from zhooks.comm import ControlPlane, Facts, Transport, text_digest
 from zhooks.optim.groups import holders, params_of
 from zhooks.optim.kernel import BY_RANGES
 from zhooks.optim.owned_states import OwnedStates, tensors_in
@@ -140,8 +140,8 @@ class Optimizers:
         fresh = (met is None or met.groups != len(optimizer.param_groups)) and not _in_backward()
         facts = {**optimizer_facts(optimizer, params), "updates": found} if fresh else {}
         states = "\n".join(f"{spec.name} {key} {about_state(value)}" for _, spec, key, value in held)
-        problem = disagreement(self._stage, {"optimizer": {**facts, "states": f"{text_digest(states):x}"}})
-        if problem and not AllRanks(self._stage, verb, "the optimizer's state").same(states):
+        problem = ControlPlane(self._stage, verb).differ({"optimizer": {**facts, "states": f"{text_digest(states):x}"}})
+        if problem and not ControlPlane(self._stage, verb, "the optimizer's state").agree(states):
             raise CheckpointError(
                 f"{type(optimizer).__name__}.{verb} expected the same optimizer states on every rank, found different ones: "
                 "load_state_dict was called on only some ranks, or with different files. Load the same state on all ranks, "
@@ -169,7 +169,7 @@ class Optimizers:
             DivergenceError: ranks have other optimizers.
             CheckpointError: as ``before``.
         """
-        problem = disagreement(self._stage, {"optimizer": {"updates": self.owners.facts(optimizer)}})
+        problem = ControlPlane(self._stage, verb).differ({"optimizer": {"updates": self.owners.facts(optimizer)}})
         if problem:
             raise DivergenceError(problem)
         self.owners.choose(optimizer, verb)
@@ -239,12 +239,11 @@ class Optimizers:
             self._put_in_order(verb)
         found = [known() for known in self._order]
         if found:
-            dead = torch.tensor([one is None for one in found], dtype=torch.uint8, device="cpu")
-            self._stage.all_reduce(Call(CONTROL, f"{verb}: compare optimizers", "all optimizers"), dead, "max")
-            for one, gone in zip(found, dead.tolist(), strict=True):
+            dead = ControlPlane(self._stage, verb).any([one is None for one in found])
+            for one, gone in zip(found, dead, strict=True):
                 if one is not None and gone:
                     self._met.pop(one, None)
-            found = [one for one, gone in zip(found, dead.tolist(), strict=True) if not gone]
+            found = [one for one, gone in zip(found, dead, strict=True) if not gone]
             self._order = [weakref.ref(one) for one in found if one is not None]
         return _once(one for one in found if one is not None)
 
@@ -279,7 +278,7 @@ class Optimizers:
     def _put_in_order(self, verb: str) -> None:
         """Those first seen in a backward, by what they hold."""
         self._unordered.sort(key=lambda entry: entry[0])
-        if not AllRanks(self._stage, verb, "optimizers").same(str([number for number, _ in self._unordered])):
+        if not ControlPlane(self._stage, verb, "optimizers").agree(str([number for number, _ in self._unordered])):
             raise _others(verb, "those that stepped in backward", self._stage)
         self._order.extend(known for _, known in self._unordered)
         self._unordered = []
@@ -291,15 +290,13 @@ class Optimizers:
         def look() -> list[Optimizer]:
             return [one for one in holders(params) if id(one.state) not in known and wanted(one)]
 
-        count = torch.tensor([len(look())], dtype=torch.int64, device="cpu")
-        self._stage.all_reduce(Call(CONTROL, f"{verb}: look for optimizers", "all optimizers"), count, "max")
-        if not int(count.item()):
+        if not any(ControlPlane(self._stage, verb).any([bool(look())])):
             return []
         # One that nobody refers to any more may be found on some ranks alone.
         gc.collect()
         found = _once(sorted(look(), key=lambda one: _told_apart(one, params)))
         names = [_told_apart(one, params) for one in found]
-        if not AllRanks(self._stage, verb, "optimizers").same(str(names)):
+        if not ControlPlane(self._stage, verb, "optimizers").agree(str(names)):
             raise _others(verb, f"{len(found)} ({', '.join(type(one).__name__ for one in found)})", self._stage)
         for one, before, after in zip(found, names, names[1:], strict=False):
             if before == after:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.errors import CheckpointError
-from zhooks.comm import CONTROL, AllRanks, Call, Comm, Transport
+from zhooks.comm import CONTROL, Call, Comm, ControlPlane, Transport
 from zhooks.optim.assign_owners import assign, cost_of
 from zhooks.optim.groups import names_of
 from zhooks.optim.owned_states import OwnedStates, flags_of, holds_states, tensors_in
@@ -205,7 +205,7 @@ class Owners:
                 raise _on_some(optimizer, verb, f"{one.spec.name} has them on {count} of {world} ranks")
         every = [one for one, count in zip(mine, counts, strict=True) if count == world > 1]
         about = "\n".join(f"{one.spec.name} {_about(optimizer.state[one.param])}" for one in every)
-        if every and not AllRanks(self._shard, verb, "the optimizer's state").same(about):
+        if every and not ControlPlane(self._shard, verb, "the optimizer's state").agree(about):
             raise _on_some(optimizer, verb, "different ones on some ranks")
         known = [
             holder if count == 1 and world > 1 else one.owner

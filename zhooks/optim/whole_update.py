@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from offload.errors import DivergenceError, ShardedOpError
 from offload.events import HERE, Bus
-from zhooks.comm import CONTROL, GATHER, Call, Transport, Work, all_or_none
+from zhooks.comm import CONTROL, GATHER, Call, ControlPlane, Transport, Work
 from zhooks.optim.counters import options_kept
 from zhooks.optim.kernel import Arguments, grad_of, narrowed, step_of
 from zhooks.optim.owned_states import OwnedStates, tensors_in
@@ -181,7 +181,7 @@ class WholeUpdater:
     ) -> list[list[Tensor]]:
         """The new values of a round, once all owners have theirs.  Collective."""
         try:
-            with all_or_none(self._shard, "step"):
+            with ControlPlane(self._shard, "step").all_or_none():
                 return self._update(optimizer, arrived, arguments)
         except Exception as error:
             if coming is not None:
@@ -192,7 +192,7 @@ class WholeUpdater:
     def _agree(self, problem: Exception | None, done: str) -> None:
         """Go on where all ranks can.  Collective."""
         try:
-            with all_or_none(self._shard, "step"):
+            with ControlPlane(self._shard, "step").all_or_none():
                 if problem is not None:
                     raise problem
         except Exception as error:

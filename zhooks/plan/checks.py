@@ -21,7 +21,7 @@ from offload.errors import AttachError, CheckpointError
 from offload.policy import Policy
 from offload.text import counted, shown
 from zhooks import tree
-from zhooks.comm import CONTROL, Call, Comm, Transport, by_rank, text_digest, texts_of
+from zhooks.comm import CONTROL, Call, Comm, ControlPlane, Transport, by_rank, text_digest
 from zhooks.layout import Axis, Division, Group, Ignored, Mesh, is_divided, part_of
 from zhooks.optim import holders, holds, partitions
 from zhooks.plan.initialisers import is_meta
@@ -367,18 +367,14 @@ def check_same_model(groups: Sequence[Group], ignored: Ignored, world: Transport
     if world.axis.world > 1:
         frozen = {name: one for name, one in ignored.frozen.items() if name in ignored.unnamed}
         facts += [f"{name} {one.kind}, which is frozen, checksum {one.checksum()}" for name, one in frozen.items()]
-    numbers = torch.tensor([len(facts), text_digest("\n".join(facts))], dtype=torch.int64, device="cpu")
-    low, high = numbers.clone(), numbers.clone()
-    world.all_reduce(Call(CONTROL, "compare models", "all parameters"), low, "min")
-    world.all_reduce(Call(CONTROL, "compare models", "all parameters"), high, "max")
-    if torch.equal(low, high):
+    ranks = ControlPlane(world, "compare models")
+    if ranks.agree("\n".join(facts)):
         return
 
     def on_each_rank(text: str) -> str:
-        every = texts_of(world, Call(CONTROL, "compare models", "each rank"), text)
-        return by_rank(dict(zip(world.axis.ranks, every, strict=True)))
+        return by_rank(dict(zip(world.axis.ranks, ranks.texts(text), strict=True)))
 
-    if low[0] != high[0]:
+    if not ranks.agree(str(len(facts))):
         found = on_each_rank(counted(len(facts), "parameter"))
     else:
         each = torch.tensor([text_digest(fact) for fact in facts], dtype=torch.int64, device="cpu")

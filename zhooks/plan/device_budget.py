@@ -20,7 +20,7 @@ from offload.errors import BudgetError
 from offload.policy import Policy
 from offload.text import as_enough, as_size
 from offload.tier import Tier
-from zhooks.comm import Comm, least
+from zhooks.comm import Comm, ControlPlane
 from zhooks.grad import in_backward
 from zhooks.layout import Ignored, UnitPlan, inner_units
 from zhooks.optim import Step
@@ -206,7 +206,7 @@ def _headroom(
     found = {optimizer: state_nbytes(optimizer, units, rank, wide=rounded, ignored=ignored) for optimizer in optimizers}
     floor = device_floor(policy, units, whole_sums=comm.pipelined) + beside(policy, units)
     floor += sum(nbytes * (2 if param.requires_grad else 1) for param, nbytes in ignored)
-    spare = least(comm.stage, limit - floor - sum(nbytes for nbytes, _ in found.values()))
+    spare = ControlPlane(comm.stage, "compare budgets").least(limit - floor - sum(nbytes for nbytes, _ in found.values()))
     assert spare is not None
     if spare >= 0:
         return Headroom(limit, spare, tuple(optimizer for optimizer, (_, foreseen) in found.items() if foreseen))

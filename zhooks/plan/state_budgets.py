@@ -17,7 +17,7 @@ from offload.errors import BudgetError
 from offload.policy import Policy
 from offload.text import as_enough, as_size
 from offload.tier import Tier
-from zhooks.comm import Comm, least
+from zhooks.comm import Comm, ControlPlane
 from zhooks.layout import UnitPlan
 from zhooks.optim import OwnedStates, grad_of, params_of
 from zhooks.plan.first_steps import FirstSteps
@@ -68,7 +68,8 @@ class StateBudgets(FirstSteps):
         if tier is Tier.HOST:
             on_disk = {optimizer: stored_states(optimizer, plans, Tier.DISK, wide=wide) for optimizer in optimizers}
             passing = max(nbytes for each, stored in on_disk.items() for nbytes in _passing(each, stored, policy, plans))
-        spare = least(self._comm.stage, limit - kept - passing - sum(stored.nbytes for stored in found.values()))
+        room = limit - kept - passing - sum(stored.nbytes for stored in found.values())
+        spare = ControlPlane(self._comm.stage, "compare budgets").least(room)
         assert spare is not None
         states = limit - kept - passing - spare
         if spare < 0 < states + passing:

@@ -18,7 +18,7 @@ from offload.kernels import available as available_kernels
 from offload.policy import Policy
 from offload.text import as_enough, as_size
 from offload.tier import Tier
-from zhooks.comm import Comm, least
+from zhooks.comm import Comm, ControlPlane
 from zhooks.layout import UnitPlan
 from zhooks.optim import check_rounding
 from zhooks.plan.layouts import STAGED_NBYTES
@@ -157,7 +157,8 @@ def check_change(old: Policy, new: Policy, fixed: Sequence[str]) -> None:
 def limit_of(policy: Policy, tier: Tier, seam: Device, comm: Comm) -> int | None:
     """The least that any rank's budget allows; None is no bound.  Collective."""
     folder = policy.disk.folder
-    return least(comm.stage, policy.budget.resolve(tier, lambda: available(tier, seam, folder)))
+    mine = policy.budget.resolve(tier, lambda: available(tier, seam, folder))
+    return ControlPlane(comm.stage, "compare budgets").least(mine)
 
 
 def _check_limits(limits: Mapping[Tier, int | None], need: Need) -> None:

@@ -24,7 +24,7 @@ from offload.text import as_size
 from offload.tier import Tier
 from offload.virtual import NAME
 from zhooks import tree
-from zhooks.comm import CONTROL, Call, Comm, all_or_none, least, same_text
+from zhooks.comm import CONTROL, Call, Comm, ControlPlane
 from zhooks.plan import Request
 from zhooks.planning.axes import Candidate, candidates
 from zhooks.planning.best_first import Limits, Memory
@@ -71,7 +71,7 @@ def chosen_for(request: Request, comm: Comm) -> Choice:
     base, replicas = request.policy, comm.replicate.axis.world
     # What the virtual device has is one rank's share already.
     beside = ALONE if request.device.type == NAME else comm.beside
-    with all_or_none(comm.stage, "attach"):
+    with ControlPlane(comm.stage, "attach").all_or_none():
         mine, before = _capacity(request, beside)
     limits = _agreed(mine, comm)
     trained = [param for param in tree.parameters(request.model) if param.requires_grad]
@@ -123,7 +123,7 @@ class _Stages:
 
     def __init__(self, comm: Comm, listed: list[Candidate]) -> None:
         self._pp, self._listed = comm.pp, listed
-        if not same_text(comm.pp, _CALL, repr(listed)):
+        if not ControlPlane(comm.pp, "choose a policy").agree(repr(listed)):
             raise AttachError(
                 'policy = "auto" needs the same candidates on every stage of the pipeline, found different ones. Use the '
                 'same '
@@ -187,7 +187,8 @@ def on_this_machine(seam: Device, request: Request, ranks: Ranks) -> Limits:
 
 def _agreed(mine: Limits, comm: Comm) -> Limits:
     """The least of any rank, so that all choose alike."""
-    device, host, disk = (least(comm.stage, nbytes) or 0 for nbytes in (mine.device, mine.host, mine.disk))
+    budgets = ControlPlane(comm.stage, "compare budgets")
+    device, host, disk = (budgets.least(nbytes) or 0 for nbytes in (mine.device, mine.host, mine.disk))
     return Limits(device, host, disk, mine.one_memory)
 
 

@@ -29,7 +29,7 @@ from offload.policy import Policy
 from offload.text import as_size
 from offload.tier import Tier
 from zhooks import tree
-from zhooks.comm import AllRanks, Comm, all_or_none, least
+from zhooks.comm import Comm, ControlPlane
 from zhooks.layout import FLATS
 from zhooks.optim import closure_of, holds, watch_steps
 from zhooks.planning.automatic import Choice, held, moved, on_this_machine
@@ -141,7 +141,8 @@ class Replanning:
         if self._steps < _STEPS:
             return
         with torch.inference_mode(False), torch.no_grad():
-            ready = least(self._comm.stage, _NEVER if self._closures else _NOW if self._quiet() else _LATER)
+            mine = _NEVER if self._closures else _NOW if self._quiet() else _LATER
+            ready = ControlPlane(self._comm.stage, "plan again").least(mine)
             if ready == _NOW:
                 self._plan_again()
             elif ready == _NEVER:
@@ -158,18 +159,18 @@ class Replanning:
 
     def _plan_again(self) -> None:
         """Measure, decide and go over.  Collective."""
-        stage = self._comm.stage
+        ranks = ControlPlane(self._comm.stage, "plan again", "the placement")
         try:
-            with all_or_none(stage, "plan again"):
+            with ranks.all_or_none():
                 mine = self._measured()
             # Of what is taken, the rank that takes most.
-            taken = [-(least(stage, -nbytes) or 0) for nbytes in (mine.least, mine.most)]
-            there = [least(stage, nbytes) or 0 for nbytes in (mine.there, mine.free, mine.host, mine.disk)]
+            taken = [-(ranks.least(-nbytes) or 0) for nbytes in (mine.least, mine.most)]
+            there = [ranks.least(nbytes) or 0 for nbytes in (mine.there, mine.free, mine.host, mine.disk)]
             known = self._optimizers()
-            with all_or_none(stage, "plan again"):
+            with ranks.all_or_none():
                 decision = decide(self._choice, self._needs(known), _Measured(taken[0], taken[1], *there))
             # States that one rank owns whole count there alone: all do what the first has found.
-            named = AllRanks(stage, "plan again", "the placement").share([str(decision.candidate or ""), decision.why])
+            named = ranks.on_first(lambda: [str(decision.candidate or ""), decision.why])
         except Exception as error:
             # Of whatever kind: the others, whom it was told, go on training, and wait for this rank.
             self._tell(f"{self._said} not checked: {error}")

@@ -11,7 +11,7 @@ from torch import nn
 from offload.errors import CapabilityError, ShardedOpError
 from offload.policy import Policy
 from offload.text import shown
-from zhooks.comm import Comm, all_or_none, disagreement
+from zhooks.comm import Comm, ControlPlane
 from zhooks.report.grad_norms import GradNorms, gradient_norms
 from zhooks.report.noise_scale import NoiseScale, probing
 from zhooks.run import Runtime
@@ -76,9 +76,10 @@ class GradStatistics:
         """
         self._check_attached("noise_scale")
         self._runtime.finish_backward()
-        with all_or_none(self._comm.stage, "noise_scale"):
+        with ControlPlane(self._comm.stage, "noise_scale").all_or_none():
             self._check_noise_scale(batch_size, decay)
-        found = disagreement(self._comm.stage, {"noise_scale": {"batch_size": str(batch_size), "decay": repr(decay)}})
+        settings = {"noise_scale": {"batch_size": str(batch_size), "decay": repr(decay)}}
+        found = ControlPlane(self._comm.stage, "noise_scale").differ(settings)
         if found:
             raise ShardedOpError(found)
         name = type(self.model).__name__

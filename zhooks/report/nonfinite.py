@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import NonFiniteError
 from offload.policy import Policy
-from zhooks.comm import CONTROL, AllRanks, Call, Comm
+from zhooks.comm import Comm, ControlPlane
 from zhooks.layout import part_of
 from zhooks.optim import Step, Steps, params_of
 from zhooks.run import Runtime
@@ -164,16 +164,14 @@ class NonFinite:
         return self._anywhere(self._bad) if self._comm.tp.axis.world > 1 else self._bad
 
     def _anywhere(self, here: bool) -> bool:
-        found = torch.tensor([int(here)], dtype=torch.uint8, device="cpu")
-        self._comm.stage.all_reduce(Call(CONTROL, "finite gradients", "all units"), found, "max")
-        return bool(found.item())
+        return any(ControlPlane(self._comm.stage, "finite gradients").any([here]))
 
     def _words(self, name: str, outcome: str) -> str:
         """What happened, the same on every rank.  Collective."""
-        ranks = AllRanks(self._comm.stage, "finite gradients", "")
+        ranks = ControlPlane(self._comm.stage, "finite gradients", "")
         mine = {"rank": self._comm.stage.axis.ranks[ranks.rank], "update": self._update(), **self._origin}
-        said = [json.loads(raw) for raw in ranks.collect(json.dumps(mine).encode())]
-        words: str = ranks.share(_story(said, outcome, self._runtime.reducer.replicas.jobs) if said else "")
+        said = [json.loads(raw) for raw in ranks.texts(json.dumps(mine), first_only=True)]
+        words: str = ranks.on_first(lambda: _story(said, outcome, self._runtime.reducer.replicas.jobs) if said else "")
         return f"{name}.step in step {self._steps.number} {words}"
 
     def _update(self) -> str:

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-import torch
-
 from offload.errors import DivergenceError
-from zhooks.comm import CONTROL, Call, Transport
+from zhooks.comm import ControlPlane, Transport
 
 __all__ = ["batches"]
 
@@ -27,16 +25,14 @@ def batches(loader: Iterable[Batch], world: Transport, idle: Callable[[bool], No
     Raises:
         DivergenceError: a rank has no batch at all, so nothing to repeat; on every rank.
     """
-    source, axis = iter(loader), world.axis
+    source, axis, ranks = iter(loader), world.axis, ControlPlane(world, "join")
     last: list[Batch] = []
     try:
         while True:
             found = list(_next(source))
             # Some rank has a batch; and which have never had one.
-            flags = torch.zeros(1 + axis.world, dtype=torch.int64, device="cpu")
-            flags[0], flags[1 + axis.rank] = bool(found), not (found or last)
-            world.all_reduce(Call(CONTROL, "join", "next batch"), flags, "max")
-            more, *without = flags.tolist()
+            never = [rank == axis.rank and not (found or last) for rank in range(axis.world)]
+            more, *without = ranks.any([bool(found), *never])
             if not more:
                 return
             if any(without):

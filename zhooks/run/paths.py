@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zhooks.comm import Agreement
+from zhooks.comm import ControlPlane
 from zhooks.run.schedule import Choices, LoneWalk, Path, Scope, Walk, arrange, backward_guess, keep_gathered
 from zhooks.unit import Unit
 
@@ -18,9 +18,9 @@ __all__ = ["Paths"]
 class Paths:
     """Ways through the units of one attachment, and what each keeps gathered for its backward."""
 
-    def __init__(self, choices: Choices, agree: Agreement) -> None:
-        self.choices, self._agree = choices, agree
-        self._walk = LoneWalk if agree.alone else Walk
+    def __init__(self, choices: Choices, control: ControlPlane) -> None:
+        self.choices, self._control = choices, control
+        self._walk = LoneWalk if control.size == 1 else Walk
         self._paths: dict[str, Path] = {}
         self._units: list[Unit] = []
         self._last = "loose"
@@ -66,14 +66,15 @@ class Paths:
     def record(self, walk: Walk, open_: Sequence[int], released: Sequence[int] = ()) -> frozenset[int]:
         """All ranks take over one order after a first pass; the units that none of them has ``released``.  Collective."""
         path, count = walk.path, len(self._units)
-        flags = self._agree.anywhere(path.name, [*walk.used, *(count + number for number in released)], 2 * count)
-        path.used = frozenset(number for number in flags if number < count)
-        order = self._agree.sequence(path.name, walk.used)
+        here = [number in walk.used for number in range(count)] + [number in released for number in range(count)]
+        anywhere = self._control.any(here, path.name)
+        path.used = frozenset(number for number in range(count) if anywhere[number])
+        order = self._control.on_first(lambda: list(walk.used))
         if path.uneven:
             order, open_ = list(dict.fromkeys(order)), path.order
         path.order = arrange(path.order, order, path.used | set(open_))
         path.recorded = True
-        return frozenset(number for number in range(count) if count + number not in flags)
+        return frozenset(number for number in range(count) if not anywhere[count + number])
 
     def record_backward(self, walk: Walk) -> None:
         """Backward reads no parameters of some units (an embedding): what forward used and backward did not is left out."""

@@ -26,7 +26,7 @@ from offload.errors import BudgetError, ShardedOpError
 from offload.events import HERE, Bus
 from offload.policy import Policy
 from zhooks.activation import SavedParameters
-from zhooks.comm import Agreement, Comm, LastInputs
+from zhooks.comm import Comm, GatherControl, LastInputs
 from zhooks.compiled import Breaks
 from zhooks.grad import Node, Reducer, Scaling, in_backward, running, transforms, watch_direct
 from zhooks.layout import Ignored, Table
@@ -93,7 +93,7 @@ class Runtime:
         )
         self.node = Node(self.reducer)
         choices = Choices(schedule.prefetch, schedule.reshard_after_forward, spare, schedule.uneven)
-        self.paths = Paths(choices, Agreement(comm))
+        self.paths = Paths(choices, GatherControl(comm, "first pass"))
         self.saved = SavedParameters(self.backward_use, model, comm, bus, ignored)
         self.values: Values | None = None
         self.inputs = LastInputs()

@@ -24,7 +24,7 @@ from tests.support.inside import comm_of, flats_of, runtime_of, units_of
 from tests.support.on_ranks import from_first, on_ranks, place
 from tests.support.ranks import Pool
 from tests.support.values import full, same, sharded
-from zhooks.comm import AllRanks
+from zhooks.comm import ControlPlane
 
 STAGES = (0, 1, 2, 3)
 
@@ -574,8 +574,8 @@ def test_a_gradient_kept_over_detach_has_its_range_and_says_what_it_lacks() -> N
 def test_a_full_state_is_agreed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     attachment = zhooks.attach(model, policy={"precision": {"loss_scale": "dynamic"}})
-    state, shared, real = attachment.state_dict(), [], AllRanks.share
-    monkeypatch.setattr(AllRanks, "share", lambda self, value: shared.append(value) or real(self, value))
+    state, shared, real = attachment.state_dict(), [], ControlPlane.on_first
+    monkeypatch.setattr(ControlPlane, "on_first", lambda self, call: shared.append(call) or real(self, call))
     attachment.load_state_dict(state)
     assert len(shared) == 1
     attachment.detach()

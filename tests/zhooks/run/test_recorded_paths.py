@@ -6,13 +6,13 @@ test_order.py does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
 
-from zhooks.comm import Agreement
+from zhooks.comm import ControlPlane
 from zhooks.run.paths import Paths
 from zhooks.run.schedule import Choices, Scope, Walk
 from zhooks.unit import Unit
@@ -31,22 +31,18 @@ class Block:
     around: frozenset[int] = field(default_factory=frozenset)
 
 
-class WithAnother(Agreement):
+class WithAnother(ControlPlane):
     """Two ranks: this one is rank 0, and the other names ``others`` each time."""
 
     def __init__(self, others: Sequence[int] = ()) -> None:
-        self.others = others
+        self.others, self.size = others, 2
 
-    @property
-    def alone(self) -> bool:
-        return False
+    def on_first(self, call: Callable[[], Any]) -> Any:
+        return call()
 
-    def sequence(self, name: str, numbers: Sequence[int]) -> list[int]:
-        return list(numbers)
-
-    def anywhere(self, name: str, numbers: Sequence[int], count: int) -> frozenset[int]:
-        assert all(0 <= number < count for number in (*numbers, *self.others))
-        return frozenset((*numbers, *self.others))
+    def any(self, flags: Sequence[int], of: str = "all ranks") -> list[int]:
+        assert all(0 <= number < len(flags) for number in self.others)
+        return [int(flag or number in self.others) for number, flag in enumerate(flags)]
 
 
 def paths(blocks: Sequence[Block], *others: int, **choices: Any) -> Paths:

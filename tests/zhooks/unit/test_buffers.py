@@ -24,7 +24,7 @@ from tests.support.on_ranks import on_ranks, place
 from tests.support.slow import slow
 from tests.support.values import grad_of, sharded
 from zhooks.comm import chunks_of, in_order, norms_of_runs, read
-from zhooks.comm.all_ranks import COLLECT_NBYTES
+from zhooks.comm.control import COLLECT_NBYTES
 from zhooks.layout import flat_layout
 from zhooks.report.memory_buffers import buffers
 
