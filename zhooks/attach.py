@@ -33,7 +33,7 @@ from zhooks.attachment import (
 )
 from zhooks.build import build_units, open_tiers, restore_units
 from zhooks.checkpoint import StockFolders, StockState, remove_dead_jobs
-from zhooks.comm import CONTROL, Call, Comm, ControlPlane, Progress, meet, open_comm, refuse_unconnected, refused_by_all
+from zhooks.comm import CONTROL, Call, Comm, ControlPlane, Progress, meet, open_comm
 from zhooks.compiled import keep_outside_graphs
 from zhooks.keywords import explained, explained_methods
 from zhooks.optim import Closures, Optimizers, Owners, Rounding, Step, Stepper, StepPipeline, Steps, watch_steps
@@ -100,12 +100,16 @@ def attach(
 
 def attach_requested(request: Callable[[], Request]) -> Attachment:
     """Attach what ``request`` returns; what it raises on one rank is raised on all.  Collective, but for ``request``."""
-    refuse_unconnected()
     meeting = meet()
     # What is trained later must not be made of inference tensors; the first of the two would turn gradients on.
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as span, ExitStack() as undo:
-        with refused_by_all(meeting):
+        try:
             asked = request()
+        except Exception as error:
+            # The others raise it where they compare settings.
+            if meeting is not None:
+                meeting.refuse(error)
+            raise
         span.enter_context(bus_of(asked.device).verb("attach"))
         resilience = asked.policy.resilience
         remove_dead_jobs(Path(resilience.memory).expanduser(), resilience.job)
@@ -209,9 +213,8 @@ class Attachment(
         self._pipeline = StepPipeline(scaling.is_mine, before, after)
         self._tiers.step(self.policy, self._bus, self._units, runtime, self._rounding, self._optimizers)
         undo.callback(watch_steps(self._pipeline))
-        if self._comm.failure is not None:
-            undo.callback(self._comm.failure.ask, None)
-            self._comm.failure.ask(self._progress)
+        undo.callback(self._comm.failure.ask, None)
+        self._comm.failure.ask(self._progress)
         self._bus.stated_by(self._state_held)
         self._replanning = None if choice is None else self._watched(choice)
         if self._replanning is not None:
@@ -243,8 +246,7 @@ class Attachment(
     def _training_begins(self) -> None:
         """A training pass begins, on every rank.  Collective."""
         self._check_whole("forward")
-        failure = self._comm.failure
-        if failure is None or failure.verdict is None:
+        if self._comm.failure.verdict is None:
             self._steps.go_on()
         self._steps.training_begins()
         self._replica_checks.training_begins(self.policy.resilience.check_every)

@@ -22,7 +22,6 @@ from offload.shards import commit as shard_commit
 from offload.shards import manifest as shard_manifest
 from offload.store import BlockRange, Store
 from zhooks.comm import Comm
-from zhooks.comm.agreed_failure import grace_of
 from zhooks.layout import UnitPlan
 from zhooks.optim import Stepper
 from zhooks.run import Runtime
@@ -142,20 +141,12 @@ def transports_of(comm: Comm) -> list[Any]:
 @contextmanager
 def short_waits(attachment: zhooks.Attachment, seconds: float = 4.0) -> Iterator[None]:
     """Inside, a rank that waits for another gives it up so soon; outside, as the policy says: long, for busy machines."""
-    comm = comm_of(attachment)
-    over = [one for one in comm.distinct() if one.axis.world > 1]
-    told: list[tuple[Any, str, float]] = [(one, "_timeout_s", seconds) for one in over if hasattr(one, "_patience_s")]
-    told += [(one, "_patience_s", seconds - grace_of(seconds)) for one in over if hasattr(one, "_patience_s")]
-    told += [(one._waits, "timeout_s", seconds) for one in over if hasattr(one, "_waits")]
-    told += [(comm.failure, "timeout_s", seconds)]
-    before = [(each, name, getattr(each, name)) for each, name, _ in told]
-    for each, name, value in told:
-        setattr(each, name, value)
+    failure = comm_of(attachment).failure
+    before, failure.timeout_s = failure.timeout_s, seconds
     try:
         yield
     finally:
-        for each, name, value in before:
-            setattr(each, name, value)
+        failure.timeout_s = before
 
 
 def checksum_of(manifest: Any) -> str:

@@ -88,11 +88,11 @@ class Recovering:
         failure = self._comm.failure
         if not computes_on_host(self._device):
             raise CapabilityError(f"recover expected parameters on the CPU, found them on {self._device}. {_RESTART}")
-        if failure is None:
+        if failure.is_alone:
             return self._at_rest(self._runtime.abandon() or self._runtime.reducer.holds, "")
         verdict = failure.verdict
         if verdict is not None and verdict.kind == "gone":
-            raise DivergenceError(f"{verdict.subject} gone, and recover() needs every rank. {_RESTART}")
+            raise DivergenceError(f"{verdict.problem} recover() needs every rank. {_RESTART}")
         self._bus.begin("recover", "all ranks")
         try:
             under_way = "a backward that updates" if self._runtime.updated_early else self._steps.under_way

@@ -10,7 +10,7 @@ from zhooks.comm.control import ControlPlane, GatherControl, text_digest
 from zhooks.comm.fetch_bytes import Move, Span, fetch
 from zhooks.comm.progress import LastInputs, Progress, by_rank
 from zhooks.comm.rearrange import another_mesh, close_unused, rearranged
-from zhooks.comm.rendezvous import Facts, Meeting, meet, policy_facts, refuse_unconnected, refused_by_all
+from zhooks.comm.rendezvous import Facts, Meeting, meet, policy_facts
 from zhooks.comm.transport import CONTROL, GATHER, REDUCE, Call, Nbytes, Transport
 from zhooks.comm.users_collectives import wait_for
 from zhooks.comm.virtual_group import check_no_group, join_on_paper, ranks_on_paper
@@ -55,8 +55,6 @@ __all__ = [
     "ranks_on_paper",
     "read",
     "rearranged",
-    "refuse_unconnected",
-    "refused_by_all",
     "reopen_comm",
     "stages_on_paper",
     "text_digest",

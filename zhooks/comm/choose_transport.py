@@ -29,9 +29,8 @@ from offload.budget import ALONE, THIS_MACHINE, Ranks
 from offload.errors import CapabilityError, DivergenceError
 from offload.policy import Policy
 from offload.virtual import NAME
-from zhooks.comm.agreed_failure import AgreedFailure
 from zhooks.comm.alone import Alone
-from zhooks.comm.lost_rank import Waits
+from zhooks.comm.lost_rank import AgreedFailure
 from zhooks.comm.p2p import PeerToPeer
 from zhooks.comm.rendezvous import Facts, Meeting, meet, policy_facts
 from zhooks.comm.shared_memory import SharedMemory, serve_together
@@ -57,7 +56,7 @@ class Comm:
         averaged: the ranks whose losses reach the parameters.
         beside: how many ranks of the process group share this rank's machine.
         alike: how many of them hold as much as this one: none of other stages of a pipeline.
-        failure: which rank is gone or late, once that is found out; None where there is one rank.
+        failure: which rank is gone or late, once that is found out.
     """
 
     shard: Transport
@@ -66,11 +65,11 @@ class Comm:
     tp: Transport
     pp: Transport
     stage: Transport
+    failure: AgreedFailure
     names: tuple[str, ...] = ()
     averaged: int = 1
     beside: Ranks = ALONE
     alike: Ranks = ALONE
-    failure: AgreedFailure | None = None
 
     @property
     def pipelined(self) -> bool:
@@ -151,8 +150,9 @@ def open_comm(
     """
     meeting = meeting or meet()
     beside = equal = ALONE
-    failure = None
-    if meeting is not None:
+    if meeting is None:
+        failure = AgreedFailure.alone({*mesh.stage.ranks, *mesh.pp.ranks}, policy.comm.timeout_s)
+    else:
         # Devices that a process sees do not tell: each rank may have been given one alone.
         places = THIS_MACHINE.places()
         slice_of = f" stage {mesh.stage.ranks[0]}" if _pipelined(mesh.pp, mesh.data, mesh.averaged) else ""
@@ -163,17 +163,16 @@ def open_comm(
         everywhere |= {"device": {"type": device.type}, **(alike or {})}
         meeting.compare(everywhere, {"policy": own, **(facts or {})}, mesh.stage.ranks[0], policy.comm.timeout_s)
         beside, equal = (Ranks(*map(meeting.arrived, these)) for these in (places, same))
-        failure = meeting.met(policy.comm.timeout_s)
+        failure = meeting.met()
     opened = _open_axes(mesh, policy, device, meeting, failure)
-    if failure is not None:
-        failure.watch(opened.values())
+    failure.watch(opened.values())
 
     def over(axis: Axis) -> Transport:
         return Alone(axis) if axis.world == 1 else opened[axis.ranks]
 
     shard, replicate, world = over(mesh.shard), over(mesh.replicate), over(mesh.data)
     tp, pp, stage = over(mesh.tp), over(mesh.pp), over(mesh.stage)
-    return Comm(shard, replicate, world, tp, pp, stage, mesh.names, mesh.averaged, beside, equal, failure)
+    return Comm(shard, replicate, world, tp, pp, stage, failure, mesh.names, mesh.averaged, beside, equal)
 
 
 def reopen_comm(comm: Comm, policy: Policy, device: torch.device, meeting: Meeting) -> None:
@@ -202,7 +201,7 @@ def reopen_comm(comm: Comm, policy: Policy, device: torch.device, meeting: Meeti
 
 
 def _open_axes(
-    mesh: Mesh, policy: Policy, device: torch.device, meeting: Meeting | None, failure: AgreedFailure | None
+    mesh: Mesh, policy: Policy, device: torch.device, meeting: Meeting | None, failure: AgreedFailure
 ) -> dict[tuple[int, ...], Transport]:
     """A transport for each set of ranks that is an axis, or several."""
     needed: dict[tuple[int, ...], tuple[Axis, set[int]]] = {}
@@ -220,7 +219,7 @@ def open_axes(
     policy: Policy,
     device: torch.device,
     meeting: Meeting | None,
-    failure: AgreedFailure | None,
+    failure: AgreedFailure,
 ) -> dict[tuple[int, ...], Transport]:
     """A transport for each axis and the channels it is used on, by the axis' ranks; all or none.  Collective over the process
     group, sibling axes included."""
@@ -258,21 +257,18 @@ def _open_axis(
     policy: Policy,
     device: torch.device,
     meeting: Meeting | None,
-    failure: AgreedFailure | None,
+    failure: AgreedFailure,
 ) -> Transport:
     if device.type == NAME:
         return VirtualTransport(axis)
-    wanted, timeout = policy.comm.transport, policy.comm.timeout_s
-    # Some calls of the backend wait where they start, those of a device wherever its stream is: by the backend's own clock, no
-    # longer than other waits.
-    patience = Waits(axis, timeout, failure).patience_s
+    wanted = policy.comm.transport
     if device.type != "cpu" and wanted in ("p2p", "shm"):
         raise CapabilityError(
             f'[comm] transport needs "auto" or "stock" for parameters on {device.type}, found "{wanted}". '
             'Write transport = "auto".'
         )
     if device.type == "cpu" and wanted in ("auto", "shm"):
-        shared = SharedMemory.open(axis, meeting, timeout, policy.comm.bucket, failure)
+        shared = SharedMemory.open(axis, meeting, policy.comm.bucket, failure)
         if isinstance(shared, SharedMemory):
             return shared
         if wanted == "shm":
@@ -281,18 +277,17 @@ def _open_axis(
                 f'found that {shared}. Write transport = "auto", or lower [comm] bucket.'
             )
     if device.type == "cpu" and wanted in ("auto", "p2p"):
-        return PeerToPeer(axis, _group(axis, CONTROL, device, patience, meeting, failure), timeout, failure)
-    groups = {channel: _group(axis, channel, device, patience, meeting, failure) for channel in sorted(channels)}
-    return Stock(axis, groups, timeout, device, failure)
+        return PeerToPeer(axis, _group(axis, CONTROL, device, meeting, failure), failure)
+    groups = {channel: _group(axis, channel, device, meeting, failure) for channel in sorted(channels)}
+    return Stock(axis, groups, device, failure)
 
 
 def _group(
     axis: Axis,
     channel: int,
     device: torch.device,
-    timeout_s: float,
     meeting: Meeting | None,
-    failure: AgreedFailure | None,
+    failure: AgreedFailure,
 ) -> dist.ProcessGroup:
     """A group of our own over ``axis``, connected; every rank makes the groups of all sibling axes, as torch demands.
 
@@ -302,7 +297,9 @@ def _group(
     """
     known = dict(each.split(":", 1) for each in dist.get_backend_config().split(","))
     backend: str | None = None
-    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
+    # Some calls of the backend wait where they start, those of a device wherever its stream is: by the backend's own clock, no
+    # longer than other waits.
+    options: dict[str, Any] = {"timeout": timedelta(seconds=failure.patience_s)}
     if device.type == "cpu":
         backend = None if "cpu" in known else "gloo"
     else:
@@ -331,14 +328,8 @@ def _group(
     except DivergenceError:
         raise
     except RuntimeError as error:
-        if failure is not None:
-            found = f"the backend said: {str(error).splitlines()[0]}"
-            raise failure.fail(Call(CONTROL, "attach", "groups"), axis, found) from error
-        raise DivergenceError(
-            f"Ranks {', '.join(map(str, axis.ranks))} could not connect. Expected each to reach the others, found that one "
-            f"could not. Look at the other ranks' own errors first. (Rank {axis.ranks[axis.rank]}: attach, axis {axis.name}; "
-            f"the backend said: {str(error).splitlines()[0]})"
-        ) from error
+        found = f"the backend said: {str(error).splitlines()[0]}"
+        raise failure.fail(Call(CONTROL, "attach", "groups"), axis, found) from error
     mine = made[list(axis.siblings).index(axis.ranks)]
     assert isinstance(mine, dist.ProcessGroup)
     return mine

@@ -249,8 +249,7 @@ class GatherControl(ControlPlane):
 
     def _progress(self) -> str:
         """Where the ranks are, all of which raise."""
-        failure = self._comm.failure
-        here = None if failure is None else failure.progress()
+        here = self._comm.failure.progress()
         if here is None:
             return ""
         every = zip(self._comm.world.axis.ranks, self.texts(json.dumps(asdict(here))), strict=True)

@@ -1,6 +1,6 @@
 """The process group's store, with a bound on every answer; nothing else asks a store of torch.
 
-``rendezvous.py`` and ``agreed_failure.py`` speak through it, and ``choose_transport.py`` has torch make its groups through it.
+``rendezvous.py`` and ``lost_rank.py`` speak through it, and ``choose_transport.py`` has torch make its groups through it.
 
 Note: [Silent stores]
     A TCPStore's client sends a request and reads the answer, and no timeout of torch's holds for ``check``, ``add`` and
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from offload.bounded_calls import BoundedCalls, NoAnswer
@@ -67,6 +68,11 @@ class GroupStore:
         """That of the default process group."""
         return GroupStore(distributed_c10d._get_default_store(), who, timeout_s)
 
+    @staticmethod
+    def of_this_process(who: str, timeout_s: float) -> GroupStore:
+        """One that no other process sees."""
+        return GroupStore(dist.HashStore(), who, timeout_s)
+
     def set(self, key: str, text: str) -> None:
         """Keep ``text``, which must not be empty: to some stores that is no value."""
         self._ask(lambda: self._store.set(key, text))
@@ -74,6 +80,19 @@ class GroupStore:
     def add(self, key: str, amount: int) -> int:
         """Count, and return what was counted so far."""
         return self._ask(lambda: int(self._store.add(key, amount)))
+
+    def set_once(self, key: str, text: str) -> None:
+        """Keep ``text`` unless another rank has: all get what the first one kept."""
+        if self.is_first(key):
+            self.set(key, text)
+
+    def is_first(self, key: str) -> bool:
+        """No rank has asked this before: what it keeps there counts."""
+        return self.add(f"{key}/kept", 1) == 1
+
+    def get_once(self, key: str) -> str:
+        """What ``set_once`` has kept there; "" where no rank has."""
+        return self.get(key) if self.add(f"{key}/kept", 0) else ""
 
     def has(self, key: str, within_s: float | None = None) -> bool:
         """Whether something is kept there."""

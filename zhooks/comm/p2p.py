@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.work import Work
-from zhooks.comm.agreed_failure import AgreedFailure
-from zhooks.comm.lost_rank import BackendWork, Waits, interrupt_group
+from zhooks.comm.lost_rank import AgreedFailure, BackendWork, interrupt_group
 from zhooks.comm.ranges import ScatteredBytes, Staged, copy, messages
 from zhooks.comm.transport import CONTROL, OPS, Call, Nbytes, Transport, TwoSteps
 from zhooks.layout import Axis, Layout
@@ -44,10 +43,8 @@ class PeerToPeer:
     nbytes = 0
     closed = False
 
-    def __init__(self, axis: Axis, group: dist.ProcessGroup, timeout_s: float, failure: AgreedFailure | None = None) -> None:
-        self.axis = axis
-        self._group = group
-        self._waits = Waits(axis, timeout_s, failure)
+    def __init__(self, axis: Axis, group: dist.ProcessGroup, failure: AgreedFailure) -> None:
+        self.axis, self._group, self._failure = axis, group, failure
         self._sequence = [0, 0, 0]
 
     def _tag(self, call: Call) -> int:
@@ -59,13 +56,13 @@ class PeerToPeer:
         return [(rank + step) % world for step in range(1, world)]
 
     def _send(self, call: Call, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        with self._waits.starting(call):
+        with self._failure.starting(call, self.axis):
             work = dist.isend(tensor, self.axis.ranks[peer], group=self._group, tag=tag)
         assert work is not None
         return work
 
     def _receive(self, call: Call, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        with self._waits.starting(call):
+        with self._failure.starting(call, self.axis):
             work = dist.irecv(tensor, self.axis.ranks[peer], group=self._group, tag=tag)
         assert work is not None
         return work
@@ -86,7 +83,7 @@ class PeerToPeer:
             for start, stop in ranges[peer]:
                 works.append(self._receive(call, full[start:stop], peer, tag))
                 whose.append(self.axis.ranks[peer])
-        return BackendWork(call, works, [shard, full], self._waits, whose)
+        return BackendWork(call, self.axis, self._failure, works, [shard, full], whose)
 
     def reduce_scatter(self, call: Call, full: Tensor, out: Tensor, layout: Layout) -> Work:
         works, tag, whose = [], self._tag(call), list[int]()
@@ -102,7 +99,7 @@ class PeerToPeer:
                 works.append(self._receive(call, landed[peer][step : step + stop - start], peer, tag))
                 whose.append(self.axis.ranks[peer])
                 step += stop - start
-        pending = BackendWork(call, works, [full], self._waits, whose)
+        pending = BackendWork(call, self.axis, self._failure, works, [full], whose)
         return _Sum(pending, full, out, landed, self.axis, mine)
 
     def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
@@ -133,15 +130,15 @@ class PeerToPeer:
                 whose.append(self.axis.ranks[peer])
                 keep.append(message)
         copy(sends[rank], receives[rank])
-        return Staged(BackendWork(call, works, keep, self._waits, whose), staged)
+        return Staged(BackendWork(call, self.axis, self._failure, works, keep, whose), staged)
 
     def order(self) -> int:
         return 0
 
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
-        with self._waits.starting(call):
+        with self._failure.starting(call, self.axis):
             work = dist.all_reduce(tensor, op=OPS[op], group=self._group, async_op=True)
-        BackendWork(call, [work], [], self._waits).wait()
+        BackendWork(call, self.axis, self._failure, [work], []).wait()
 
     def broadcast(self, call: Call, tensor: Tensor) -> None:
         tag = self._tag(Call(CONTROL, call.what, call.key, call.number))
@@ -149,7 +146,8 @@ class PeerToPeer:
             works, whose = [self._send(call, tensor, peer, tag) for peer in self._peers()], self._peers()
         else:
             works, whose = [self._receive(call, tensor, 0, tag)], [0]
-        BackendWork(call, works, [tensor], self._waits, [self.axis.ranks[peer] for peer in whose]).wait()
+        peers = [self.axis.ranks[peer] for peer in whose]
+        BackendWork(call, self.axis, self._failure, works, [tensor], peers).wait()
 
     def interrupt(self) -> None:
         interrupt_group(self._group, self.axis)

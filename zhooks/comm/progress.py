@@ -1,6 +1,6 @@
 """How far each rank has come: its step and what its last forward was given, in words where ranks differ.
 
-``run/hooks.py`` notes what a forward is given; ``agreed_failure.py`` puts both into its roll call and into the error.  It
+``run/hooks.py`` notes what a forward is given; ``lost_rank.py`` puts both into its roll call and into the error.  It
 keeps no tensor, and calls no collective.
 """
 

@@ -76,9 +76,8 @@ def rearranged(comm: Comm, mesh: Mesh, policy: Policy, device: torch.device) -> 
                 kept[_known(axis)] = transport
     missing = [axis for axis in (mesh.shard, mesh.replicate) if axis.world > 1 and _known(axis) not in kept]
     # Where nobody lacks any, nobody meets: it is so on all ranks or on none.
-    meeting = meet("apply") if missing else None
+    meeting = meet("apply", policy.comm.timeout_s) if missing else None
     if meeting is not None:
-        meeting.timeout_s = policy.comm.timeout_s
         meeting.agree("change of mesh")
     opened = open_axes([(axis, CHANNELS_OF[axis.name]) for axis in missing], policy, device, meeting, comm.failure)
 
@@ -87,9 +86,8 @@ def rearranged(comm: Comm, mesh: Mesh, policy: Policy, device: torch.device) -> 
 
     every = [*comm.distinct(), *opened.values()]
     serve_together(every)
-    if comm.failure is not None:
-        # While values move over both.
-        comm.failure.watch(every)
+    # While values move over both.
+    comm.failure.watch(every)
     return replace(comm, shard=over(mesh.shard), replicate=over(mesh.replicate), names=mesh.names)
 
 
@@ -100,8 +98,7 @@ def _known(axis: Axis) -> tuple[str, tuple[int, ...], frozenset[tuple[int, ...]]
 def close_unused(comm: Comm, used: Comm) -> None:
     """Close the transports of ``comm`` that ``used`` does not have."""
     serve_together(used.distinct())
-    if used.failure is not None:
-        used.failure.watch(used.distinct())
+    used.failure.watch(used.distinct())
     ours = {id(transport) for transport in used.distinct()}
     for transport in comm.distinct():
         if id(transport) not in ours:

@@ -1,17 +1,16 @@
 """Where all ranks of the process group meet before an attachment opens its transports, each as often as every other.
 
-``attach.py`` counts every call here, and ``choose_transport.py`` compares settings: making groups is collective over the whole
-process group, and a rank that attaches fewer models (stages of a pipeline) than another, under other settings, or not at all
-because it was refused, would let the others wait for ever.  It speaks through the process group's store alone, moves no
-tensor, and waits for nothing longer than ``[comm] timeout_s``.
+Making groups is collective over the whole process group, and a rank that attaches fewer models (stages of a pipeline) than
+another, under other settings, or not at all because it was refused, would let the others wait for ever.  Ranks meet through
+the process group's store, and wait no longer than ``[comm] timeout_s``.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -20,12 +19,11 @@ from offload import errors
 from offload.errors import AttachError, DivergenceError, ZhooksError
 from offload.job_rank import launched_among
 from offload.policy import Policy
-from zhooks.comm.agreed_failure import ANSWER_S, GONE, OWN_OUTPUT, AgreedFailure, as_subject
 from zhooks.comm.group_store import GroupStore, StoreLost, capital
-from zhooks.comm.processes import Process, ended
+from zhooks.comm.lost_rank import ANSWER_S, GONE, LOOK_S, AgreedFailure, Process, as_subject, own_output
 from zhooks.comm.virtual_group import BACKEND
 
-__all__ = ["Facts", "Meeting", "difference", "error_of", "meet", "policy_facts", "refuse_unconnected", "refused_by_all"]
+__all__ = ["Facts", "Meeting", "difference", "error_of", "meet", "policy_facts"]
 
 T = TypeVar("T")
 #: What a rank knows of one subject: its keys, and their values as text.
@@ -42,8 +40,6 @@ _ON_PAPER = ("fake", BACKEND)
 _SHOWN = 200
 #: The most characters of one rank's refusal that the others repeat.
 _MOST_TEXT = 2048
-#: So often a rank that waits looks whether the others still run.
-LOOK_S = 0.5
 #: Between two questions to the store: at first, and at most by the number of ranks, for all of them ask one server.
 _FIRST_PAUSE_S, _PAUSE_A_RANK_S, _PAUSE_S = 0.001, 0.0005, 0.1
 _COMPARISON = "comparison of settings"
@@ -51,8 +47,13 @@ _COMPARISON = "comparison of settings"
 _OWN_TABLES = ("budget", "disk", "host")
 #: Keys that may differ: each host may have its own.
 _OWN_KEYS = ("resilience.memory",)
-#: What a rank that is missing has not done, and what to do, where a call is not ``attach``.
+#: What a rank that has made fewer calls than others has not done, and what to do.
 _NOT_COME = {
+    "attach": (
+        "call attach as often",
+        "Attach the same number of models on every rank, pipeline stages included, in the same order, or raise [comm] "
+        "timeout_s.",
+    ),
     "recover": (
         "call recover()",
         "A rank that is cut off cannot, nor one that has ended: then load the last checkpoint in new processes.",
@@ -83,21 +84,11 @@ class Meeting:
         self._processes: dict[int, Process] = {}
         self.say("process", Process.here().text())
 
-    @property
-    def timeout_s(self) -> float:
-        """How long one wait may take, and an answer of the store."""
-        return self._store.timeout_s
-
-    @timeout_s.setter
-    def timeout_s(self, timeout_s: float) -> None:
-        self._store.timeout_s = timeout_s
-
-    def met(self, timeout_s: float) -> AgreedFailure:
+    def met(self) -> AgreedFailure:
         """What all ranks, which have come to ``compare``, agree on when one of them is gone or late."""
-        keys = [f"{self._at}/process/{rank}" for rank in range(self._world)]
-        self._processes = {rank: Process.of(self._store.get(key)) for rank, key in enumerate(keys)}
+        self._read_processes()
         store = GroupStore.of_all(f"rank {self._rank}", ANSWER_S)
-        return AgreedFailure(store, self._at, self._rank, self._processes, timeout_s)
+        return AgreedFailure(store, self._at, self._rank, self._processes, self._store.timeout_s)
 
     def say(self, what: str, text: str) -> None:
         """Leave ``text`` for whoever asks for ``what`` of this rank."""
@@ -130,12 +121,12 @@ class Meeting:
         """
         at, self._steps = f"{self._at}/{what}", self._steps + 1
         self._store.add(f"{self._at}/steps/{self._rank}", 1)
-        if problem and self._store.add(f"{at}/problems", 1) == 1:
-            self._store.set(f"{at}/problem", problem)
+        if problem:
+            self._store.set_once(f"{at}/problem", problem)
         if self._store.add(f"{at}/arrived", 1) == self._world:
             self._store.set(f"{at}/everybody", "here")
         self._wait(f"{at}/everybody", what)
-        return self._store.get(f"{at}/problem") if self._store.add(f"{at}/problems", 0) else ""
+        return self._store.get_once(f"{at}/problem")
 
     def compare(self, everywhere: Mapping[str, Facts], stage: Mapping[str, Facts], leader: int, timeout_s: float) -> None:
         """Every rank has the first rank's facts, and those of its own stage its leader's, by subject.
@@ -144,7 +135,7 @@ class Meeting:
             AttachError: one has others; every rank names the subject, the key and both ranks.
             ZhooksError: another rank was refused: its kind of error, and its number before its message.
         """
-        self.timeout_s = timeout_s
+        self._store.timeout_s = timeout_s
         self.say("settings", json.dumps([everywhere, stage]))
         problem = ""
         for place, rank, mine in ((0, 0, everywhere), (1, leader, stage)):
@@ -167,8 +158,7 @@ class Meeting:
         # The store may be gone with the rank that served it; this rank's own error is what matters here.
         with suppress(StoreLost):
             self._store.add(f"{self._at}/steps/{self._rank}", 1)
-            if self._store.add(f"{at}/problems", 1) == 1:
-                self._store.set(f"{at}/problem", f"{type(error).__name__}\nrank {self._rank}: {why}")
+            self._store.set_once(f"{at}/problem", f"{type(error).__name__}\nrank {self._rank}: {why}")
             self._store.set(f"{at}/everybody", "here")
             self.say("settings", json.dumps([]))
 
@@ -179,20 +169,22 @@ class Meeting:
     def _wait(self, key: str, what: str) -> None:
         """Ask for the key until it is there: of a wait in the store that runs out, torch prints warnings on every rank."""
         began = looked = time.monotonic()
-        pause = _FIRST_PAUSE_S
+        pause, timeout_s = _FIRST_PAUSE_S, self._store.timeout_s
         longest = min(_PAUSE_S, max(_FIRST_PAUSE_S, _PAUSE_A_RANK_S * self._world))
         while True:
             lost = None
             try:
-                if self._store.has(key, max(LOOK_S, began + self.timeout_s - time.monotonic())):
+                if self._store.has(key, max(LOOK_S, began + timeout_s - time.monotonic())):
                     return
             except StoreLost as error:
                 lost = error
             now = time.monotonic()
-            late = now - began >= self.timeout_s
+            late = now - began >= timeout_s
             if lost is not None or late or now - looked >= LOOK_S:
                 looked = now
-                over = self._ended()
+                with suppress(StoreLost):
+                    self._read_processes()
+                over = [rank for rank, process in self._processes.items() if process.has_ended()]
                 if over:
                     raise self._absent("gone", dict.fromkeys(over, 0), what) from lost
                 if lost is not None:
@@ -202,14 +194,12 @@ class Meeting:
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
-    def _ended(self) -> list[int]:
-        """Ranks that had come to this meeting, and whose processes have ended."""
-        with suppress(StoreLost):
-            for rank in range(self._world):
-                key = f"{self._at}/process/{rank}"
-                if rank not in self._processes and self._store.has(key):
-                    self._processes[rank] = Process.of(self._store.get(key))
-        return ended(self._processes)
+    def _read_processes(self) -> None:
+        """Those of the ranks that have come to this meeting."""
+        for rank in range(self._world):
+            key = f"{self._at}/process/{rank}"
+            if rank not in self._processes and self._store.has(key):
+                self._processes[rank] = Process(*json.loads(self._store.get(key)))
 
     def _missing(self) -> tuple[str, dict[int, int]]:
         """Ranks that have not come: with how often they made this call, or how many steps of it."""
@@ -221,63 +211,44 @@ class Meeting:
     def _absent(self, kind: str, ranks: dict[int, int], what: str) -> DivergenceError:
         """What the first rank that gives up has found, on all that do: others end because it has."""
         with suppress(StoreLost):
-            if self._store.add(f"{self._at}/given up", 1) == 1:
-                self._store.set(f"{self._at}/found", json.dumps([kind, list(ranks.items())]))
+            self._store.set_once(f"{self._at}/found", json.dumps([kind, list(ranks.items())]))
             kind, found = json.loads(self._store.get(f"{self._at}/found"))
             ranks = dict(found)
-        within, me = f"within {self.timeout_s} s", f"(Rank {self._rank}: {self._verb}, {what}.)"
+        within = f"within {self._store.timeout_s} s"
         who = " and ".join(f"rank {rank}{', this one,' if rank == self._rank else ''}" for rank in ranks)
         waits = f"Expected every rank in {self._verb} {within}, found rank {self._rank} waiting for it."
         if kind == "gone":
-            return DivergenceError(f"{as_subject(who)} {GONE}. {waits} {OWN_OUTPUT} {me}")
-        if kind == "fewer" and self._verb in _NOT_COME:
+            problem, remedy = f"{as_subject(who)} {GONE}.", own_output()
+        elif kind == "fewer":
             call, remedy = _NOT_COME[self._verb]
-            return DivergenceError(f"{capital(who)} did not {call}. {waits} {remedy} {me}")
-        if kind == "fewer":
-            numbers = ", ".join(f"rank {rank}: {number}" for rank, number in ranks.items())
-            return DivergenceError(
-                f"{capital(who)} did not call attach as often. Expected every rank to attach model {self._count} of its "
-                f"process {within}, found a lower number on some ({numbers}). Attach the same number of models on every rank, "
-                f"pipeline stages included, in the same order, or raise [comm] timeout_s. {me}"
-            )
-        late = f"{capital(who)} did not come to {self._verb} in time." if who else f"The ranks did not meet in {self._verb}."
-        return DivergenceError(
-            f"{late} {waits} Look at that rank's own error first; if it is merely slow, raise [comm] timeout_s. {me}"
-        )
+            problem = f"{capital(who)} did not {call}."
+            if self._verb == "attach":
+                numbers = ", ".join(f"rank {rank}: {number}" for rank, number in ranks.items())
+                own = f"model {self._count} of its process"
+                waits = f"Expected every rank to attach {own} {within}, found a lower number on some ({numbers})."
+        else:
+            come = f"{capital(who)} did not come to {self._verb} in time."
+            problem = come if who else f"The ranks did not meet in {self._verb}."
+            remedy = "Look at that rank's own error first; if it is merely slow, raise [comm] timeout_s."
+        return DivergenceError(f"{problem} {waits} {remedy} (Rank {self._rank}: {self._verb}, {what}.)")
 
 
-def meet(verb: str = "attach") -> Meeting | None:
-    """The meeting of all ranks for this call; None where there is nobody to meet."""
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() in _ON_PAPER:
-        return None
-    return Meeting(verb)
-
-
-def refuse_unconnected() -> None:
-    """Raise where torchrun has started other ranks, and this process has no group with them.
+def meet(verb: str = "attach", timeout_s: float | None = None) -> Meeting | None:
+    """The meeting of all ranks for this call; None where there is nobody to meet.
 
     Raises:
-        AttachError: so it is; every rank would train a model of its own.
+        AttachError: torchrun has started other ranks, and this process has no group with them.
     """
     launched = launched_among()
-    if dist.is_initialized() or launched is None or launched[1] == "1":
-        return
-    raise AttachError(
-        f"attach expected a process group, because torchrun started this process as rank {launched[0]} of {launched[1]}, "
-        "found none: every rank would train a model of its own. Call torch.distributed.init_process_group() before attach; for "
-        "independent runs, set WORLD_SIZE=1."
-    )
-
-
-@contextmanager
-def refused_by_all(meeting: Meeting | None) -> Iterator[None]:
-    """What this rank raises inside, the others raise where they compare settings; nothing inside may be collective."""
-    try:
-        yield
-    except Exception as error:
-        if meeting is not None:
-            meeting.refuse(error)
-        raise
+    if not dist.is_initialized() and launched is not None and launched[1] != "1":
+        raise AttachError(
+            f"attach expected a process group, because torchrun started this process as rank {launched[0]} of {launched[1]}, "
+            "found none: every rank would train a model of its own. Call torch.distributed.init_process_group() before attach; "
+            "for independent runs, set WORLD_SIZE=1."
+        )
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() in _ON_PAPER:
+        return None
+    return Meeting(verb, timeout_s)
 
 
 def error_of(kind: str) -> type[ZhooksError]:

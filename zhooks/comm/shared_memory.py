@@ -13,16 +13,13 @@ import secrets
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 
 import torch
 from torch import Tensor
 
 from offload.errors import DivergenceError
 from offload.work import Work
-from zhooks.comm.agreed_failure import SAME_CALLS, SAME_ORDER, AgreedFailure
-from zhooks.comm.lost_rank import LOOK_S, Waits, gone, late
-from zhooks.comm.processes import machine
+from zhooks.comm.lost_rank import LOOK_S, SAME_ORDER, AgreedFailure, machine
 from zhooks.comm.ranges import ScatteredBytes, bytes_of, copy
 from zhooks.comm.rendezvous import Meeting
 from zhooks.comm.shared_memory_ring import SLOT, SMALL_SLOT, Message, Ring
@@ -41,12 +38,8 @@ class SharedMemory:
     name = "shm"
     closed = False
 
-    def __init__(
-        self, axis: Axis, timeout_s: float, rings: list[Ring], board: WaitBoard, failure: AgreedFailure | None = None
-    ) -> None:
-        self.axis = axis
-        self._timeout_s = timeout_s
-        self._failure, self._patience_s = failure, Waits(axis, timeout_s, failure).patience_s
+    def __init__(self, axis: Axis, rings: list[Ring], board: WaitBoard, failure: AgreedFailure) -> None:
+        self.axis, self._failure = axis, failure
         self._rings, self._board = rings, [board]
         #: Where it is noted that this rank waits here: of this axis, and of those that have all of its ranks.
         self.boards = self._board
@@ -55,9 +48,7 @@ class SharedMemory:
         self.nbytes = sum(ring.total for ring in rings) + WaitBoard.nbytes(axis.world)
 
     @classmethod
-    def open(
-        cls, axis: Axis, meeting: Meeting | None, timeout_s: float, bucket: int, failure: AgreedFailure | None = None
-    ) -> SharedMemory | str:
+    def open(cls, axis: Axis, meeting: Meeting | None, bucket: int, failure: AgreedFailure) -> SharedMemory | str:
         """Map memory for the axis' ranks; else the reason why not, the same on every rank.
 
         Collective over the process group, sibling axes included: all have shared memory, or none.
@@ -74,7 +65,7 @@ class SharedMemory:
         for (slots, slot), size in zip(shapes, sizes, strict=True):
             rings.append(Ring(memory, offset, axis, slots, slot))
             offset += size
-        return cls(axis, timeout_s, rings, WaitBoard(memory, offset, axis), failure)
+        return cls(axis, rings, WaitBoard(memory, offset, axis), failure)
 
     def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
         ring, rank = self._rings[call.channel], self.axis.rank
@@ -194,7 +185,7 @@ class SharedMemory:
         self._board = self.boards = []
 
     def _launch(self, ring: Ring, message: Message) -> Work:
-        if ring.interrupted and self._failure is not None:
+        if ring.interrupted:
             # Not even what is there is taken: this rank shall stand where the others do.
             raise self._failure.fail(message.call, self.axis, "other ranks have given up this call", kind="gone")
         ring.launch(message)
@@ -202,7 +193,7 @@ class SharedMemory:
 
     def finish(self, ring: Ring, message: Message) -> None:
         """Make progress until ``message`` is complete; the rings of all axes are served, so no rank starves another."""
-        if ring.interrupted and self._failure is not None:
+        if ring.interrupted:
             raise self._gone(ring, message)
         try:
             self._finish(ring, message)
@@ -218,7 +209,7 @@ class SharedMemory:
                 self._moved()
                 continue
             waited = time.monotonic() - started
-            if waited > self._patience_s:
+            if waited > self._failure.patience_s:
                 raise self._late(ring, message)
             if started + waited - looked > LOOK_S:
                 looked = started + waited
@@ -242,8 +233,6 @@ class SharedMemory:
         Raises:
             DivergenceError: all ranks do, each for another.
         """
-        if self._failure is None:
-            return
         for stuck in [board for board in self.boards if board.look(message.call)]:
             found = f"The ranks wait for each other in different calls: {stuck.describe()}. {SAME_ORDER}"
             raise self._failure.fail(message.call, self.axis, found, kind="apart")
@@ -260,24 +249,16 @@ class SharedMemory:
                 moved = other.progress() or moved
             return moved
         except DivergenceError as error:
-            if self._failure is None:
-                raise DivergenceError(f"{error} {SAME_CALLS}") from None
             raise self._failure.fail(message.call, self.axis, str(error), kind="apart") from error
 
     def _is_over(self, ring: Ring) -> bool:
         """What is waited for may never come."""
-        if self._failure is None:
-            return bool(ring.lost())
         return any(other.interrupted for other in self.served) or self._failure.called(self.axis)
 
     def _late(self, ring: Ring, message: Message) -> DivergenceError:
-        if self._failure is None:
-            return late(message.call, self.axis, timedelta(seconds=self._timeout_s), ring.describe_absent(message))
         return self._failure.fail(message.call, self.axis, ring.describe_absent(message), suspects=ring.absent(message))
 
     def _gone(self, ring: Ring, message: Message) -> DivergenceError:
-        if self._failure is None:
-            return gone(message.call, self.axis, " and ".join(f"rank {rank}" for rank in ring.lost()))
         return self._failure.fail(
             message.call, self.axis, ring.describe_absent(message), kind="gone", suspects=ring.absent(message)
         )

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from offload.disk import started_ticks
 from offload.errors import DivergenceError
-from zhooks.comm.agreed_failure import SAME_ORDER
+from zhooks.comm.lost_rank import SAME_ORDER
 from zhooks.comm.ranges import ScatteredBytes
 from zhooks.comm.transport import Call
 from zhooks.layout import Axis

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.work import Work
-from zhooks.comm.agreed_failure import AgreedFailure
-from zhooks.comm.lost_rank import BackendWork, Waits, interrupt_group
+from zhooks.comm.lost_rank import AgreedFailure, BackendWork, interrupt_group
 from zhooks.comm.ranges import ScatteredBytes, Staged, copy
 from zhooks.comm.transport import CONTROL, GATHER, OPS, Call, Nbytes, Transport
 from zhooks.layout import Axis, Layout
@@ -40,23 +39,15 @@ class Stock:
     closed = False
 
     def __init__(
-        self,
-        axis: Axis,
-        groups: dict[int, dist.ProcessGroup],
-        timeout_s: float,
-        device: torch.device,
-        failure: AgreedFailure | None = None,
+        self, axis: Axis, groups: dict[int, dist.ProcessGroup], device: torch.device, failure: AgreedFailure
     ) -> None:
-        self.axis = axis
-        self._groups = groups
-        self._waits = Waits(axis, timeout_s, failure)
-        self._device = device
+        self.axis, self._groups, self._device, self._failure = axis, groups, device, failure
         # The backend pairs calls by their order alone: two gathers of one size would pass each other's values unseen.
         self._order = 0
 
     def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
         group = self._groups[call.channel]
-        with self._waits.starting(call):
+        with self._failure.starting(call, self.axis):
             works = [_all_gather(all_, own, group=group, async_op=True) for all_, own in self._pairs(full, shard, layout)]
         if works and call.channel == GATHER:
             self._order = zlib.crc32(f"{call.what} {call.key}".encode(), self._order)
@@ -64,7 +55,7 @@ class Stock:
 
     def reduce_scatter(self, call: Call, full: Tensor, out: Tensor, layout: Layout) -> Work:
         group = self._groups[call.channel]
-        with self._waits.starting(call):
+        with self._failure.starting(call, self.axis):
             works = [_reduce_scatter(own, all_, group=group, async_op=True) for all_, own in self._pairs(full, out, layout)]
         return self._track(call, full, works)
 
@@ -83,14 +74,14 @@ class Stock:
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
         self._refuse_given_up(call)
         moved = self._sent(tensor)
-        with self._waits.starting(call):
+        with self._failure.starting(call, self.axis):
             work = dist.all_reduce(moved, op=OPS[op], group=self._groups[CONTROL], async_op=True)
         self._track(call, moved, [work]).wait()
         if moved is not tensor:
             tensor.copy_(moved)
 
     def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
-        with self._waits.starting(call):
+        with self._failure.starting(call, self.axis):
             work = dist.all_reduce(full, group=self._groups[call.channel], async_op=True)
         return self._track(call, full, [work])
 
@@ -106,7 +97,7 @@ class Stock:
         sent = torch.empty(source.nbytes, dtype=torch.uint8, device=self._device)
         received = torch.empty(target.nbytes, dtype=torch.uint8, device=self._device)
         source.read(0, sent)
-        with self._waits.starting(call):
+        with self._failure.starting(call, self.axis):
             work = dist.all_to_all_single(received, sent, coming, going, group=self._groups[call.channel], async_op=True)
         copy(sends[rank], receives[rank])
         return Staged(self._track(call, sent, [work]), [(received, target)])
@@ -114,7 +105,7 @@ class Stock:
     def broadcast(self, call: Call, tensor: Tensor) -> None:
         self._refuse_given_up(call)
         moved = self._sent(tensor).contiguous()
-        with self._waits.starting(call):
+        with self._failure.starting(call, self.axis):
             work = dist.broadcast(moved, src=self.axis.ranks[0], group=self._groups[CONTROL], async_op=True)
         self._track(call, moved, [work]).wait()
         if moved is not tensor:
@@ -127,7 +118,7 @@ class Stock:
             # NCCL's has it; others may not.
             if hasattr(backend, "get_error") and backend.get_error().name != "SUCCESS":
                 found = RuntimeError(f"an earlier collective of {self.axis.name} on {self._device.type} did not complete")
-                raise self._waits.failed(call, found)
+                raise self._failure.ended_by(found, call, self.axis)
 
     def _sent(self, tensor: Tensor) -> Tensor:
         """Where a tensor is sent from: facts of the host from there, whole parameters of it by the device's faster links."""
@@ -150,4 +141,4 @@ class Stock:
         self._groups = {}
 
     def _track(self, call: Call, moved: Tensor, works: list[dist.Work]) -> Work:
-        return BackendWork(call, works, [], self._waits, ordered=moved.device.type != "cpu")
+        return BackendWork(call, self.axis, self._failure, works, [], ordered=moved.device.type != "cpu")

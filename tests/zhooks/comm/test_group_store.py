@@ -18,9 +18,8 @@ from torch.distributed import distributed_c10d
 import zhooks
 from tests.support.waiting import soon
 from zhooks.comm import CONTROL, Call, Meeting
-from zhooks.comm.agreed_failure import AgreedFailure
 from zhooks.comm.group_store import GroupStore
-from zhooks.comm.processes import Process
+from zhooks.comm.lost_rank import AgreedFailure, Process
 from zhooks.layout import Axis
 
 ASKED = ("add", "check", "get", "set")
@@ -68,7 +67,7 @@ def test_a_meeting_whose_store_falls_silent_says_so_in_time(
 ) -> None:
     meeting = met(silent, monkeypatch, verb)
     silent.answers.clear()
-    given: dict[str, tuple[Any, ...]] = {"heard": ("x", 1), "say": ("x", "y"), "arrive": (["x"],), "met": (0.2,)}
+    given: dict[str, tuple[Any, ...]] = {"heard": ("x", 1), "say": ("x", "y"), "arrive": (["x"],), "met": ()}
     said = rf"^The process group's store at 10\.0\.0\.1:29500 has not answered for .* \(Rank 0 in {verb}\.\)$"
     with pytest.raises(zhooks.DivergenceError, match=said):
         getattr(meeting, ask)(*given.get(ask, ("x",)))

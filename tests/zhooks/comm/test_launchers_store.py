@@ -18,8 +18,7 @@ def start(world: int, store: dist.Store, patched: pytest.MonkeyPatch) -> list[st
     patched.setattr(dist, "get_world_size", lambda: world)
     for rank in range(world):
         patched.setattr(dist, "get_rank", lambda rank=rank: rank)
-        meetings.append(Meeting())
-        meetings[-1].timeout_s = 60
+        meetings.append(Meeting("attach", 60))
     heard: list[str] = []
     threads = [threading.Thread(target=lambda each=each: heard.append(each.agree("start"))) for each in meetings]
     for thread in threads:

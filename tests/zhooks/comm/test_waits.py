@@ -15,10 +15,8 @@ import torch.distributed as dist
 
 import zhooks
 from zhooks.comm import CONTROL, Call
-from zhooks.comm.agreed_failure import AgreedFailure
 from zhooks.comm.group_store import GroupStore
-from zhooks.comm.lost_rank import BackendWork, Waits
-from zhooks.comm.processes import Process
+from zhooks.comm.lost_rank import AgreedFailure, BackendWork, Process
 from zhooks.layout import Axis
 
 CALL = Call(CONTROL, "agree", "all ranks")
@@ -40,13 +38,13 @@ class EndsBetween:
         return self._over
 
 
-def failure(rank: int = 0, store: Any = None) -> AgreedFailure:
+def failure(rank: int = 0, store: Any = None, timeout_s: float = 20.0) -> AgreedFailure:
     asked = GroupStore(store or dist.HashStore(), f"rank {rank}", 60.0)
-    return AgreedFailure(asked, "here", rank, {each: Process.here() for each in range(2)}, 1.0)
+    return AgreedFailure(asked, "here", rank, {each: Process.here() for each in range(2)}, timeout_s)
 
 
 def wait_for(work: Any, failure: AgreedFailure) -> None:
-    BackendWork(CALL, [cast(dist.Work, work)], [], Waits(Axis("shard", (0, 1), 0), 20.0, failure)).wait()
+    BackendWork(CALL, Axis("shard", (0, 1), 0), failure, [cast(dist.Work, work)], []).wait()
 
 
 def test_a_call_that_ends_just_after_a_slice_of_its_wait_has_not_failed() -> None:
