@@ -88,7 +88,7 @@ class ControlPlane:
         raw, problem = b"", None
         if self.first:
             try:
-                raw = json.dumps([call(), ""]).encode()
+                raw = json.dumps([call()]).encode()
             except Exception as error:
                 raw, problem = json.dumps([None, self.reason(error)]).encode(), error
         length = torch.tensor([len(raw)], dtype=torch.int64, device="cpu")
@@ -97,9 +97,9 @@ class ControlPlane:
         if raw:
             text.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
         self._group.broadcast(self._call("share"), text)
-        result, why = json.loads(text.numpy().tobytes())
+        result, *why = json.loads(text.numpy().tobytes())
         if why:
-            raise CheckpointError(why if self.size == 1 else f"rank 0: {why}") from problem
+            raise CheckpointError(why[0] if self.size == 1 else f"rank 0: {why[0]}") from problem
         return result
 
     @contextmanager
@@ -257,8 +257,8 @@ class GatherControl(ControlPlane):
         return f"{describe_evaluations(ranks, ranks)} {describe_progress(ranks)}".strip()
 
     def _call(self, what: str, of: str = "all units") -> Call:
-        # No step of a method that the user calls.
-        return Call(CONTROL, self._verb, of)
+        # Without a colon: it is no step of a method that the user calls.
+        return Call(CONTROL, self._verb if what == "any" else f"{self._verb} ({what})", of)
 
 
 _ADVICE = {
