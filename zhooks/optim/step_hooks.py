@@ -128,6 +128,7 @@ class Stepper:
         self._outer, self._undo = step.frame, _leave_others(optimizer, _ids(updates), {})
         try:
             update_here(optimizer, updates, Arguments(step.args[1:], step.kwargs))
+            self._restore_first(optimizer, {})
         except BaseException:
             self.restore()
             raise
