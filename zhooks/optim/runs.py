@@ -42,17 +42,18 @@ class Run:
         self.values: list[Tensor] = []
         self.grads: list[Tensor] = []
         self.states: list[States] = []
-        self._ends = 0, 0
+        self._ends: Any = None
         self._kinds: States = {}
 
     def add(self, param: Any, value: Tensor, grad: Tensor, states: States) -> bool:
         """Take one more parameter, if it follows what is here."""
         kinds = {key: _kind(state) for key, state in states.items()}
-        starts = value.data_ptr(), grad.data_ptr()
-        if self.params and (kinds != self._kinds or (value.numel() and self._ends[0] and starts != self._ends)):
+        if self.params and kinds != self._kinds:
             return False
         if value.numel():
-            self._ends = starts[0] + value.nbytes, starts[1] + grad.nbytes
+            if self._ends not in (None, (_start(value), _start(grad))):
+                return False
+            self._ends = _end(value), _end(grad)
         self._kinds = kinds
         self.params.append(param)
         self.values.append(value)
@@ -70,7 +71,7 @@ class Run:
         states = [states[key] for states in self.states]
         ranges = [state._local for state in states]
         filled = [one for one in ranges if one.numel()]
-        if all(one.data_ptr() + one.nbytes == two.data_ptr() for one, two in pairwise(filled)):
+        if all(_end(one) == _start(two) for one, two in pairwise(filled)):
             return _joined(ranges)
         packed = torch.cat(ranges)
         for state, own in zip(states, self.split(packed), strict=True):
@@ -117,14 +118,14 @@ def step_runs(optimizer: Optimizer, runs: Sequence[Run], step: Callable[[Sequenc
     """
     groups: list[list[Any]] = [[] for _ in optimizer.param_groups]
     stands: list[tuple[Run, Any, States]] = []
-    for run in runs:
-        stand: Any
-        stand, stand.grad, given = run.joined()
-        if given:
-            optimizer.state[stand] = dict(given)
-        groups[run.group].append(stand)
-        stands.append((run, stand, given))
     try:
+        for run in runs:
+            stand: Any
+            stand, stand.grad, given = run.joined()
+            stands.append((run, stand, given))
+            if given:
+                optimizer.state[stand] = dict(given)
+            groups[run.group].append(stand)
         step(groups)
     finally:
         written: list[Any] = []
@@ -177,6 +178,17 @@ def _kind(state: Any) -> Any:
     if isinstance(state, ShardedTensor):
         return state.dtype
     return (state.dtype, state.item()) if isinstance(state, Tensor) else state
+
+
+def _start(tensor: Tensor) -> tuple[int, torch.dtype, int]:
+    """Its memory, and where in it the tensor begins: memory of two allocations may be adjacent, too."""
+    return tensor.untyped_storage().data_ptr(), tensor.dtype, tensor.data_ptr()
+
+
+def _end(tensor: Tensor) -> tuple[int, torch.dtype, int]:
+    """Where the next one's begins."""
+    memory, dtype, start = _start(tensor)
+    return memory, dtype, start + tensor.nbytes
 
 
 def _joined(ranges: Sequence[Tensor]) -> Tensor:
