@@ -74,7 +74,7 @@ OF_THE_HOST = ("BackendWork._look",)
 LEAVES = (
     "_Copy.wait: current.wait_event(self._event)",
     "_Copy.synchronize: self._event.synchronize()",
-    "BackendWork._wait: work.wait()",
+    "BackendWork.wait: work.wait()",
 )
 #: What the virtual device does not run in addition.
 ELSEWHERE = NOWHERE | {
