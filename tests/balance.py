@@ -29,7 +29,7 @@ SECONDS: Mapping[str, float] = {
     "zhooks/optim/test_owners_tiers.py": 12, "zprof/test_snapshot.py": 12, "zhooks/integrations/test_lightning.py": 11,
     "test_packaging.py": 11, "offload/policy/test_policy_fuzz.py": 11, "hosts/test_lost_hosts.py": 11,
     "zprof/test_operators.py": 10, "zprof/test_hang.py": 10, "zhooks/integrations/test_transformers.py": 10,
-    "zhooks/optim/test_owners.py": 10, "zhooks/checkpoint/test_save_load.py": 10, "zhooks/comm/test_deadlock.py": 10,
+    "zhooks/optim/test_owners.py": 10, "zhooks/checkpoint/test_save_load.py": 10, "zhooks/cpu_transport/test_deadlock.py": 10,
     "zhooks/run/test_virtual.py": 10, "zhooks/optim/test_lbfgs.py": 10, "zhooks/checkpoint/test_save_faults.py": 10,
     "zhooks/planning/test_replanning.py": 9, "zhooks/tensor/test_registry.py": 9, "zhooks/checkpoint/test_save_beside.py": 9,
     "zhooks/optim/test_tiers_kernels.py": 9, "zhooks/simulation/test_stages.py": 9, "zhooks/checkpoint/test_deepspeed.py": 9,

@@ -27,6 +27,8 @@ from offload.policy import Policy
 from zhooks.attach import Attachment, attach
 from zhooks.attachment import Recovery
 from zhooks.checkpoint import Saving, latest
+from zhooks.comm import OPENERS as _OPENERS
+from zhooks.cpu_transport import between_cpus as _between_cpus
 from zhooks.integrations import from_pretrained
 from zhooks.simulation import Proposals, Simulation, Slowdown, find_policy, simulate
 from zhooks.tensor import ShardedTensor
@@ -63,6 +65,9 @@ __all__ = [
     "latest",
     "simulate",
 ]
+
+# The packages that plug into the core, which knows nothing of them.
+_OPENERS.append(_between_cpus)
 
 # Tracebacks, logs and pickles name them as users import them.  Without this package, `offload` has them under its own name.
 for _name in _errors.__all__:

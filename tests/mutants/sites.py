@@ -83,8 +83,8 @@ ELSEWHERE = NOWHERE | {
 }
 #: What the accelerator does not run in addition.
 NOT_ON_ACCELERATOR = NOWHERE | {
-    "zhooks/comm/p2p.py": "ranks on the CPU",
-    "zhooks/comm/shared_memory.py": "ranks on the CPU",
+    "zhooks/cpu_transport/p2p.py": "ranks on the CPU",
+    "zhooks/cpu_transport/shared_memory.py": "ranks on the CPU",
     "zhooks/comm/transport.py": "ranks on the CPU: a backend with streams sums in one call",
     "zhooks/integrations/": "other libraries: torchft's transports, files between ranks on the CPU",
 }

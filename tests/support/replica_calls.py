@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from zhooks.comm.ranges import ScatteredBytes
-from zhooks.comm.shared_memory import SharedMemory
 from zhooks.comm.transport import TwoSteps
+from zhooks.cpu_transport.shared_memory import SharedMemory
 
 
 class Calls:

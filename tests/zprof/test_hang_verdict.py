@@ -219,7 +219,7 @@ BACKWARD = (
             "all_reduce of DDP's gradients",
         ),
         ((Frame("/lib/libcudart.so", "cudaStreamSynchronize", 0, True),), Kind.DEVICE, "the device"),
-        ((Frame("/opt/zhooks/comm/shared_memory.py", "_Waiting.wait", 261),
+        ((Frame("/opt/zhooks/cpu_transport/shared_memory.py", "_Waiting.wait", 261),
           Frame("/opt/zhooks/unit/flat.py", "Flat.finish_gather", 228)), Kind.COLLECTIVE, "gather"),
         ((), Kind.CODE, ""),
     ],

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 from offload.work import DONE, Work
 from zhooks.comm.alone import Alone
-from zhooks.comm.choose_transport import Comm, open_comm, reopen_comm
+from zhooks.comm.choose_transport import OPENERS, Comm, Opening, open_comm, open_group, reopen_comm
 from zhooks.comm.chunks import Chunk, chunks_of, even, gather, in_order, norms_of_runs, own_ranges, read
 from zhooks.comm.control import ControlPlane, GatherControl, text_digest
 from zhooks.comm.fetch_bytes import Move, Span, fetch
+from zhooks.comm.lost_rank import LOOK_S, SAME_ORDER, AgreedFailure, BackendWork, interrupt_group, machine
 from zhooks.comm.progress import LastInputs, Progress, by_rank
+from zhooks.comm.ranges import ScatteredBytes, Staged, bytes_of, copy, messages
 from zhooks.comm.rearrange import another_mesh, close_unused, rearranged
 from zhooks.comm.rendezvous import Facts, Meeting, meet, policy_facts
-from zhooks.comm.transport import CONTROL, GATHER, REDUCE, Call, Nbytes, Transport
+from zhooks.comm.transport import CHANNELS, CONTROL, GATHER, OPS, REDUCE, Call, Nbytes, Transport, TwoSteps
 from zhooks.comm.users_collectives import wait_for
 from zhooks.comm.virtual_group import check_no_group, join_on_paper, ranks_on_paper
 from zhooks.comm.virtual_stages import Stages, stages_on_paper
 
 __all__ = [
+    "CHANNELS",
     "CONTROL",
     "DONE",
     "GATHER",
+    "LOOK_S",
+    "OPENERS",
+    "OPS",
     "REDUCE",
+    "SAME_ORDER",
+    "AgreedFailure",
     "Alone",
+    "BackendWork",
     "Call",
     "Chunk",
     "Comm",
@@ -32,24 +41,34 @@ __all__ = [
     "Meeting",
     "Move",
     "Nbytes",
+    "Opening",
     "Progress",
+    "ScatteredBytes",
     "Span",
+    "Staged",
     "Stages",
     "Transport",
+    "TwoSteps",
     "Work",
     "another_mesh",
     "by_rank",
+    "bytes_of",
     "check_no_group",
     "chunks_of",
     "close_unused",
+    "copy",
     "even",
     "fetch",
     "gather",
     "in_order",
+    "interrupt_group",
     "join_on_paper",
+    "machine",
     "meet",
+    "messages",
     "norms_of_runs",
     "open_comm",
+    "open_group",
     "own_ranges",
     "policy_facts",
     "ranks_on_paper",

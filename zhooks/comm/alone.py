@@ -8,7 +8,7 @@ from torch import Tensor
 
 from offload.work import DONE, Work
 from zhooks.comm.ranges import copy
-from zhooks.comm.transport import Call, Nbytes, Transport
+from zhooks.comm.transport import CHANNELS, Call, Nbytes, Transport
 from zhooks.layout import Axis, Layout
 
 
@@ -16,6 +16,7 @@ class Alone:
     """One rank: every collective is a copy, or nothing where source and destination are the same memory."""
 
     name = "alone"
+    channels = CHANNELS
     nbytes = 0
     closed = False
 

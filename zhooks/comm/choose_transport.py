@@ -7,15 +7,13 @@ and nowhere else; it never decides *when* anything is moved.
 Note: [Transports]
     stock  the backend's own collectives.  NCCL's are the best there are; Gloo's all-gather and reduce-scatter send as
            much as an all-reduce (measured: 1.0 and 0.8 GB/s where its send/recv does 4.6).
-    p2p    Gloo send/recv, tagged with the call, each rank sending every peer its range directly: (N-1)/N of the payload.
-    shm    ranks of one host over shared memory (``shared_memory.py``): one copy in, one copy out, every message labelled.
-    "auto" is stock where the device has memory of its own; on CPU shm where all ranks of the axis share a host with ordered
-    stores, else p2p.
+    others of what is in ``OPENERS``, the first that has one for the device and the policy; ``cpu_transport/`` has two.
+    "auto" is stock where none of these has one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -31,9 +29,7 @@ from offload.policy import Policy
 from offload.virtual import NAME
 from zhooks.comm.alone import Alone
 from zhooks.comm.lost_rank import AgreedFailure
-from zhooks.comm.p2p import PeerToPeer
 from zhooks.comm.rendezvous import Facts, Meeting, meet, policy_facts
-from zhooks.comm.shared_memory import SharedMemory, serve_together
 from zhooks.comm.stock import Stock
 from zhooks.comm.transport import CONTROL, GATHER, REDUCE, Call, Transport
 from zhooks.comm.virtual import VirtualTransport
@@ -79,7 +75,7 @@ class Comm:
     @property
     def bulk(self) -> int:
         """The channel on which all ranks of the model send each other many bytes; that of facts where there is no other."""
-        return CONTROL if isinstance(self.stage, Stock) and self.stage is not self.shard else GATHER
+        return GATHER if GATHER in self.stage.channels else CONTROL
 
     @property
     def nbytes(self) -> int:
@@ -89,10 +85,9 @@ class Comm:
     def become(self, other: Comm) -> None:
         """Be over the mesh of another one, which has the same ranks on its other axes."""
         self.shard, self.replicate, self.names = other.shard, other.replicate, other.names
-        # Messages name the axis that the memory is used for now: the first of them, as `open_comm` has it.
+        # Messages name the axis that the transport is used for now: the first of them, as `open_comm` has it.
         for name, transport in reversed(self._over().items()):
-            if isinstance(transport, SharedMemory):
-                transport.axis = replace(transport.axis, name=name)
+            transport.axis = replace(transport.axis, name=name)
 
     def close(self) -> None:
         """Close every transport once."""
@@ -115,6 +110,26 @@ class Comm:
         return {
             SHARD: self.shard, REPLICATE: self.replicate, DATA: self.world, TP: self.tp, PP: self.pp, STAGE: self.stage
         }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a transport is opened for: an axis, the channels it is used on, and what the policy says of it.
+
+    Attributes:
+        meeting: of all ranks, sibling axes included; None where there is no process group.
+    """
+
+    axis: Axis
+    channels: Collection[int]
+    policy: Policy
+    device: torch.device
+    meeting: Meeting | None
+    failure: AgreedFailure
+
+
+#: What is asked for a transport before the backend's own collectives are taken: None where this is no case of theirs.
+OPENERS: list[Callable[[Opening], Transport | None]] = []
 
 
 #: The channels each axis is used on: where ranks coincide, axes share a transport with the channels of all of them.
@@ -184,7 +199,7 @@ def reopen_comm(comm: Comm, policy: Policy, device: torch.device, meeting: Meeti
     renewed: list[tuple[Transport, Transport]] = []
     try:
         for before, channels in comm.used():
-            opened = _open_axis(before.axis, channels, policy, device, meeting, comm.failure)
+            opened = _open_axis(Opening(before.axis, channels, policy, device, meeting, comm.failure))
             renewed.append((before, opened))
             if type(opened) is not type(before):
                 raise CapabilityError(
@@ -197,7 +212,6 @@ def reopen_comm(comm: Comm, policy: Policy, device: torch.device, meeting: Meeti
         raise
     for before, opened in renewed:
         before.renew(opened)
-    serve_together([before for before, _ in renewed])
 
 
 def _open_axes(
@@ -209,9 +223,7 @@ def _open_axes(
         # Axes over the same ranks share a transport; on every rank alike, for a mesh is regular.
         if axis.world > 1:
             needed.setdefault(axis.ranks, (axis, set()))[1].update(CHANNELS_OF[axis.name])
-    opened = open_axes(list(needed.values()), policy, device, meeting, failure)
-    serve_together(opened.values())
-    return opened
+    return open_axes(list(needed.values()), policy, device, meeting, failure)
 
 
 def open_axes(
@@ -226,7 +238,7 @@ def open_axes(
     opened: dict[tuple[int, ...], Transport] = {}
     try:
         for axis, channels in needed:
-            opened[axis.ranks] = _open_axis(axis, channels, policy, device, meeting, failure)
+            opened[axis.ranks] = _open_axis(Opening(axis, channels, policy, device, meeting, failure))
     except BaseException:
         for transport in opened.values():
             transport.close()
@@ -251,50 +263,30 @@ def _own_version() -> str:
         return "of no package"
 
 
-def _open_axis(
-    axis: Axis,
-    channels: set[int],
-    policy: Policy,
-    device: torch.device,
-    meeting: Meeting | None,
-    failure: AgreedFailure,
-) -> Transport:
-    if device.type == NAME:
-        return VirtualTransport(axis)
-    wanted = policy.comm.transport
-    if device.type != "cpu" and wanted in ("p2p", "shm"):
+def _open_axis(opening: Opening) -> Transport:
+    if opening.device.type == NAME:
+        return VirtualTransport(opening.axis)
+    for opener in OPENERS:
+        if (transport := opener(opening)) is not None:
+            return transport
+    wanted, device = opening.policy.comm.transport, opening.device
+    if wanted not in ("auto", "stock"):
         raise CapabilityError(
             f'[comm] transport needs "auto" or "stock" for parameters on {device.type}, found "{wanted}". '
             'Write transport = "auto".'
         )
-    if device.type == "cpu" and wanted in ("auto", "shm"):
-        shared = SharedMemory.open(axis, meeting, policy.comm.bucket, failure)
-        if isinstance(shared, SharedMemory):
-            return shared
-        if wanted == "shm":
-            raise CapabilityError(
-                f'[comm] transport: "shm" needs all ranks of axis {axis.name} on one x86-64 Linux host with enough memory, '
-                f'found that {shared}. Write transport = "auto", or lower [comm] bucket.'
-            )
-    if device.type == "cpu" and wanted in ("auto", "p2p"):
-        return PeerToPeer(axis, _group(axis, CONTROL, device, meeting, failure), failure)
-    groups = {channel: _group(axis, channel, device, meeting, failure) for channel in sorted(channels)}
-    return Stock(axis, groups, device, failure)
+    groups = {channel: open_group(opening, channel) for channel in sorted(opening.channels)}
+    return Stock(opening.axis, groups, device, opening.failure)
 
 
-def _group(
-    axis: Axis,
-    channel: int,
-    device: torch.device,
-    meeting: Meeting | None,
-    failure: AgreedFailure,
-) -> dist.ProcessGroup:
+def open_group(opening: Opening, channel: int) -> dist.ProcessGroup:
     """A group of our own over ``axis``, connected; every rank makes the groups of all sibling axes, as torch demands.
 
     The groups have the backend that the process group has for this type of device, or else the one that torch has registered
     for it.  Beside a device's the control channel has a second one: facts of the host travel by Gloo, for on the device's they
     would wait for all compute that is queued there.
     """
+    axis, device, meeting, failure = opening.axis, opening.device, opening.meeting, opening.failure
     known = dict(each.split(":", 1) for each in dist.get_backend_config().split(","))
     backend: str | None = None
     # Some calls of the backend wait where they start, those of a device wherever its stream is: by the backend's own clock, no

@@ -17,7 +17,6 @@ from offload.text import shown
 from zhooks.comm.alone import Alone
 from zhooks.comm.choose_transport import CHANNELS_OF, Comm, open_axes
 from zhooks.comm.rendezvous import meet
-from zhooks.comm.shared_memory import SharedMemory, serve_together
 from zhooks.comm.transport import Transport
 from zhooks.layout import Axis, Mesh, resolve
 
@@ -63,7 +62,7 @@ def rearranged(comm: Comm, mesh: Mesh, policy: Policy, device: torch.device) -> 
     """The transports over ``mesh``, those of ``comm`` among them wherever the same ranks are on the same axis.  Collective over
     the process group, as ``open_comm``.
 
-    Shared memory has every channel, so that of any axis serves another of the same ranks, as where both are opened at once.
+    A transport of the same ranks that has every channel of another axis serves that one too, as where both are opened at once.
 
     Raises:
         DivergenceError: a rank does not come in time.
@@ -72,7 +71,8 @@ def rearranged(comm: Comm, mesh: Mesh, policy: Policy, device: torch.device) -> 
     kept = {_known(transport.axis): transport for transport in comm.distinct()}
     for axis in (mesh.shard, mesh.replicate):
         for transport in comm.distinct():
-            if axis.world > 1 and isinstance(transport, SharedMemory) and _known(transport.axis)[1:] == _known(axis)[1:]:
+            has_channels = CHANNELS_OF[axis.name] <= set(transport.channels)
+            if axis.world > 1 and has_channels and _known(transport.axis)[1:] == _known(axis)[1:]:
                 kept[_known(axis)] = transport
     missing = [axis for axis in (mesh.shard, mesh.replicate) if axis.world > 1 and _known(axis) not in kept]
     # Where nobody lacks any, nobody meets: it is so on all ranks or on none.
@@ -84,10 +84,8 @@ def rearranged(comm: Comm, mesh: Mesh, policy: Policy, device: torch.device) -> 
     def over(axis: Axis) -> Transport:
         return Alone(axis) if axis.world == 1 else kept.get(_known(axis)) or opened[axis.ranks]
 
-    every = [*comm.distinct(), *opened.values()]
-    serve_together(every)
     # While values move over both.
-    comm.failure.watch(every)
+    comm.failure.watch([*comm.distinct(), *opened.values()])
     return replace(comm, shard=over(mesh.shard), replicate=over(mesh.replicate), names=mesh.names)
 
 
@@ -97,7 +95,6 @@ def _known(axis: Axis) -> tuple[str, tuple[int, ...], frozenset[tuple[int, ...]]
 
 def close_unused(comm: Comm, used: Comm) -> None:
     """Close the transports of ``comm`` that ``used`` does not have."""
-    serve_together(used.distinct())
     used.failure.watch(used.distinct())
     ours = {id(transport) for transport in used.distinct()}
     for transport in comm.distinct():

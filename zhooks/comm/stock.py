@@ -41,7 +41,8 @@ class Stock:
     def __init__(
         self, axis: Axis, groups: dict[int, dist.ProcessGroup], device: torch.device, failure: AgreedFailure
     ) -> None:
-        self.axis, self._groups, self._device, self._failure = axis, groups, device, failure
+        self.axis, self._device, self._failure = axis, device, failure
+        self._groups, self.channels = groups, frozenset(groups)
         # The backend pairs calls by their order alone: two gathers of one size would pass each other's values unseen.
         self._order = 0
 

@@ -1,13 +1,13 @@
 """What a collective is called, and what a transport promises.
 
-Every transport (``alone.py``, ``stock.py``, ``p2p.py``, ``shared_memory.py``) is built of these; callers hold a ``Transport``
+Every transport (``alone.py``, ``stock.py``, and those of ``OPENERS``) is built of these; callers hold a ``Transport``
 and wait for the ``Work`` it returns, which raises DivergenceError when the ranks do not meet in time.  It moves nothing
 itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,6 +53,10 @@ class Transport(Protocol):
     """Memory of its own that messages pass through, mapped by this rank; constant, whatever the model."""
     closed: bool
     """Nothing can be sent any more: the ranks have parted."""
+
+    @property
+    def channels(self) -> Collection[int]:
+        """Those that calls may use."""
 
     def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
         """Start filling ``full`` [layout.padded] from every rank's ``shard`` [layout.shard_numel], same dtype.

@@ -15,7 +15,7 @@ from torch import Tensor
 from offload.device import VirtualWork
 from offload.virtual import NAME, Happening, Machine, Moment, access, running
 from offload.work import Work
-from zhooks.comm.transport import CONTROL, Call, Nbytes, Transport, TwoSteps
+from zhooks.comm.transport import CHANNELS, CONTROL, Call, Nbytes, Transport, TwoSteps
 from zhooks.comm.virtual_stages import channel_of
 from zhooks.layout import Axis, Layout
 
@@ -28,6 +28,7 @@ class VirtualTransport:
     """The collectives of one axis."""
 
     name = "virtual"
+    channels = CHANNELS
     nbytes = 0
     closed = False
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zhooks
 from tests.support.on_ranks import on_ranks, place
-from zhooks.comm.shared_memory import SharedMemory
+from zhooks.cpu_transport.shared_memory import SharedMemory
 
 
 @on_ranks(4)

@@ -29,10 +29,12 @@ _HERE = Path(__file__).resolve().parents[1]
 _OURS = (f"{_HERE}/", *(f"{folder}/{name}/" for folder in _HERE.parents[:2] for name in ("zhooks", "offload")))
 #: The same of another checkout, whose folder may hold the user's scripts too.
 _OURS_ELSEWHERE = re.compile(
-    r"/(?:zhooks/(?:activation|attachment|build|checkpoint|comm|grad|integrations|optim|run|tensor|unit)|zprof/(?:recording|running)"
+    r"/(?:zhooks/(?:activation|attachment|build|checkpoint|comm|cpu_transport|grad|integrations|optim|run|tensor|unit)"
+    r"|zprof/(?:recording|running)"
     r"|offload/(?:device|disk|memory|stash|store))/\w+\.py$",
     re.ASCII,
 )
+_COLLECTIVES = re.compile(r"/zhooks/(?:comm|cpu_transport)/")
 _LAUNCH = "/zprof/running/launch.py"
 _DISTRIBUTED = "/torch/distributed/"
 _C10D = "/torch/distributed/distributed_c10d.py"
@@ -137,8 +139,8 @@ def _place(thread: Thread) -> Place:
 def _wait(above: Sequence[Frame]) -> tuple[Kind, str]:
     python = [frame for frame in above if not frame.native]
     ours = [frame for frame in python if "/zhooks/" in frame.file]
-    if any("/zhooks/comm/" in frame.file for frame in ours):
-        outer = [frame.function.rpartition(".")[2] for frame in ours if "/zhooks/comm/" not in frame.file]
+    if any(_COLLECTIVES.search(frame.file) for frame in ours):
+        outer = [frame.function.rpartition(".")[2] for frame in ours if not _COLLECTIVES.search(frame.file)]
         known = next((_ZHOOKS[name] for name in outer if name in _ZHOOKS), None)
         return Kind.COLLECTIVE, known or f"zhooks' {outer[0].lstrip('_') if outer else 'exchange'}"
     if (name := _collective(python)) is not None:

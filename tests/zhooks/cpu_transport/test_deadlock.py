@@ -19,7 +19,7 @@ from tests.support.on_ranks import folder, on_ranks, place
 from tests.support.ranks import LIMIT_S
 from tests.support.values import full
 from zhooks.comm import CONTROL, GATHER, Call
-from zhooks.comm.wait_board import WaitBoard
+from zhooks.cpu_transport.wait_board import WaitBoard
 from zhooks.layout import Axis
 
 HERE, THERE = Call(CONTROL, "save: agree", "all ranks"), Call(GATHER, "gather", "head")

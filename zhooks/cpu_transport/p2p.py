@@ -1,6 +1,6 @@
 """Gloo's send and receive as collectives: each rank hands every peer exactly the range that peer needs.
 
-``comm.open_comm`` builds it for CPU ranks on several hosts.  Messages carry a tag made of the call, so a rank that makes
+``open_transport.py`` opens it for ranks on several hosts.  Messages carry a tag made of the call, so a rank that makes
 another call is never answered with the wrong bytes; it never uses Gloo's own ring collectives but to make small things
 equal.
 """
@@ -15,9 +15,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.work import Work
-from zhooks.comm.lost_rank import AgreedFailure, BackendWork, interrupt_group
-from zhooks.comm.ranges import ScatteredBytes, Staged, copy, messages
-from zhooks.comm.transport import CONTROL, OPS, Call, Nbytes, Transport, TwoSteps
+from zhooks.comm import (
+    CHANNELS,
+    CONTROL,
+    OPS,
+    AgreedFailure,
+    BackendWork,
+    Call,
+    Nbytes,
+    ScatteredBytes,
+    Staged,
+    Transport,
+    TwoSteps,
+    copy,
+    interrupt_group,
+    messages,
+)
 from zhooks.layout import Axis, Layout
 
 #: A tag is what torch lets through, 31 bits: the channel, the call's place in its sequence, and which call it is.
@@ -40,6 +53,7 @@ class PeerToPeer:
     """Collectives over one axis from tagged point-to-point messages; sums are taken in rank order."""
 
     name = "p2p"
+    channels = CHANNELS
     nbytes = 0
     closed = False
 

@@ -25,9 +25,7 @@ from torch import Tensor
 
 from offload.disk import started_ticks
 from offload.errors import DivergenceError
-from zhooks.comm.lost_rank import SAME_ORDER
-from zhooks.comm.ranges import ScatteredBytes
-from zhooks.comm.transport import Call
+from zhooks.comm import SAME_ORDER, Call, ScatteredBytes
 from zhooks.layout import Axis
 
 SLOT = 1 << 19

@@ -1,6 +1,6 @@
 """Collectives between the ranks of one host through shared memory: one copy in, one copy out, no socket.
 
-``comm.open_comm`` builds it for CPU ranks that share a host.  Every message carries the call it belongs to, so ranks that
+``open_transport.py`` opens it for ranks that share a host.  Every message carries the call it belongs to, so ranks that
 make different calls get an error at once that names them; it never grows with the model (a ring of slots a rank and channel).
 """
 
@@ -12,19 +12,32 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from offload.errors import DivergenceError
 from offload.work import Work
-from zhooks.comm.lost_rank import LOOK_S, SAME_ORDER, AgreedFailure, machine
-from zhooks.comm.ranges import ScatteredBytes, bytes_of, copy
-from zhooks.comm.rendezvous import Meeting
-from zhooks.comm.shared_memory_ring import SLOT, SMALL_SLOT, Message, Ring
-from zhooks.comm.transport import CHANNELS, CONTROL, Call, Nbytes, Transport, TwoSteps
-from zhooks.comm.wait_board import WaitBoard
+from zhooks.comm import (
+    CHANNELS,
+    CONTROL,
+    LOOK_S,
+    SAME_ORDER,
+    AgreedFailure,
+    Call,
+    Meeting,
+    Nbytes,
+    ScatteredBytes,
+    Transport,
+    TwoSteps,
+    bytes_of,
+    copy,
+    machine,
+)
+from zhooks.cpu_transport.shared_memory_ring import SLOT, SMALL_SLOT, Message, Ring
+from zhooks.cpu_transport.wait_board import WaitBoard
 from zhooks.layout import Axis, Layout
 
 SPIN_S = 0.002
@@ -32,10 +45,15 @@ SPIN_S = 0.002
 TOKEN_BYTES = 16
 
 
+#: What is open; what transports of one attachment have in common is who finds out that a rank is gone.
+_OPEN: WeakSet[SharedMemory] = WeakSet()
+
+
 class SharedMemory:
     """Collectives over one axis; sums are taken in rank order, so every rank computes the same bits."""
 
     name = "shm"
+    channels = CHANNELS
     closed = False
 
     def __init__(self, axis: Axis, rings: list[Ring], board: WaitBoard, failure: AgreedFailure) -> None:
@@ -46,6 +64,8 @@ class SharedMemory:
         #: What is served while this rank waits: a rank that waits here may owe a message to one that waits elsewhere.
         self.served = rings
         self.nbytes = sum(ring.total for ring in rings) + WaitBoard.nbytes(axis.world)
+        _OPEN.add(self)
+        self._serve_together()
 
     @classmethod
     def open(cls, axis: Axis, meeting: Meeting | None, bucket: int, failure: AgreedFailure) -> SharedMemory | str:
@@ -176,13 +196,25 @@ class SharedMemory:
 
     def renew(self, opened: Transport) -> None:
         assert isinstance(opened, SharedMemory)
-        self._rings = self.served = opened._rings
-        self._board, self.boards = opened._board, opened.boards
+        self._rings, self._board = opened._rings, opened._board
+        opened.close()
+        self._serve_together()
 
     def close(self) -> None:
         self.closed = True
         self._rings = self.served = []
         self._board = self.boards = []
+        _OPEN.discard(self)
+        self._serve_together()
+
+    def _serve_together(self) -> None:
+        """While a rank waits in one of an attachment's transports it goes on writing and reading for all of them."""
+        shared = [other for other in _OPEN if other._failure is self._failure]
+        rings = [ring for transport in shared for ring in transport._rings]
+        for transport in shared:
+            transport.served = rings
+            here = set(transport.axis.ranks)
+            transport.boards = [board for other in shared for board in other._board if here <= set(board.axis.ranks)]
 
     def _launch(self, ring: Ring, message: Message) -> Work:
         if ring.interrupted:
@@ -276,16 +308,6 @@ class _Waiting:
 
     def done(self) -> bool:
         return self._message.done
-
-
-def serve_together(transports: Iterable[Transport]) -> None:
-    """While a rank waits in one of these it goes on writing and reading for all of them."""
-    shared = [transport for transport in transports if isinstance(transport, SharedMemory)]
-    rings = [ring for transport in shared for ring in transport._rings]
-    for transport in shared:
-        transport.served = rings
-        here = set(transport.axis.ranks)
-        transport.boards = [board for other in shared for board in other._board if here <= set(board.axis.ranks)]
 
 
 def _share(axis: Axis, meeting: Meeting, nbytes: int) -> mmap.mmap | str:

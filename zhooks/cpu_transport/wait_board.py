@@ -18,9 +18,8 @@ import mmap
 
 import numpy as np
 
-from zhooks.comm.progress import by_rank
-from zhooks.comm.shared_memory_ring import as_label, label_text
-from zhooks.comm.transport import Call
+from zhooks.comm import Call, by_rank
+from zhooks.cpu_transport.shared_memory_ring import as_label, label_text
 from zhooks.layout import Axis
 
 __all__ = ["WaitBoard"]

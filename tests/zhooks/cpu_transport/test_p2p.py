@@ -13,8 +13,8 @@ import zhooks
 from offload.policy import Policy
 from tests.support.on_ranks import on_ranks, place
 from zhooks.comm import CONTROL, GATHER, REDUCE, Call, open_comm
-from zhooks.comm.p2p import tag_of
 from zhooks.comm.transport import CHANNELS
+from zhooks.cpu_transport.p2p import tag_of
 from zhooks.layout import FLATS, flat_layout, resolve
 
 
