@@ -32,7 +32,7 @@ import zhooks
 from launch import HERE, RECORD_PREFIX, child_environment, read, report_failure, torchrun
 from offload.policy import Policy
 from offload.tier import Tier
-from zhooks.planning import Candidate, candidates
+from zhooks.simulate.axes import Candidate, candidates
 
 POLICIES, TARGET = 24, 1.05
 WARMUP, STEPS = 2, 5

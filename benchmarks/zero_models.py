@@ -25,7 +25,7 @@ import zhooks
 from offload.hardware import Hardware
 from offload.virtual import NAME, Machine
 from workload import GPT, Shape
-from zhooks.simulation.costs import HardwareCosts
+from zhooks.simulate.costs import HardwareCosts
 
 VOCAB, LENGTH = 50_304, 1024
 

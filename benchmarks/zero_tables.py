@@ -31,7 +31,7 @@ from offload.hardware import Hardware
 from offload.virtual import ACCELERATOR
 from workload import Shape
 from zero_models import attached, build, build_divided, loss_of, shape, step
-from zhooks.simulation import Simulation
+from zhooks.simulate import Simulation
 
 GB = 1e9
 #: Above the largest matrix: what is longer than `[comm] buffer` is moved in chunks.

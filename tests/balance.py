@@ -19,7 +19,7 @@ __all__ = ["SECONDS", "longest_first"]
 SECONDS: Mapping[str, float] = {
     FOUR_RANKS: 97, "parity/test_matrix.py": 88, "zprof/test_run.py": 49, "test_docs.py": 33, "test_gpu.py": 31,
     "zhooks/unit/test_tiers.py": 27, "zprof/test_pages.py": 20, "zprof/test_oom.py": 20,
-    "zhooks/simulation/test_policy_search.py": 19, "zhooks/run/test_compile.py": 19, "zprof/test_gathering.py": 18,
+    "zhooks/simulate/test_policy_search.py": 19, "zhooks/run/test_compile.py": 19, "zprof/test_gathering.py": 18,
     "zhooks/optim/test_tiers_optim.py": 18, "zhooks/run/test_overlap.py": 16, "zhooks/attach/test_recover.py": 16,
     "accelerator/test_collectives.py": 16, "zprof/test_children_recorded.py": 16,
     "zhooks/checkpoint/test_torch_distributed.py": 16, "zhooks/run/test_device_faults.py": 16,
@@ -31,8 +31,8 @@ SECONDS: Mapping[str, float] = {
     "zprof/test_operators.py": 10, "zprof/test_hang.py": 10, "zhooks/integrations/test_transformers.py": 10,
     "zhooks/optim/test_owners.py": 10, "zhooks/checkpoint/test_save_load.py": 10, "zhooks/cpu_transport/test_deadlock.py": 10,
     "zhooks/run/test_virtual.py": 10, "zhooks/optim/test_lbfgs.py": 10, "zhooks/checkpoint/test_save_faults.py": 10,
-    "zhooks/planning/test_replanning.py": 9, "zhooks/tensor/test_registry.py": 9, "zhooks/checkpoint/test_save_beside.py": 9,
-    "zhooks/optim/test_tiers_kernels.py": 9, "zhooks/simulation/test_stages.py": 9, "zhooks/checkpoint/test_deepspeed.py": 9,
+    "zhooks/simulate/test_replanning.py": 9, "zhooks/tensor/test_registry.py": 9, "zhooks/checkpoint/test_save_beside.py": 9,
+    "zhooks/optim/test_tiers_kernels.py": 9, "zhooks/simulate/test_stages.py": 9, "zhooks/checkpoint/test_deepspeed.py": 9,
     "zhooks/activation/test_partition.py": 9, "zhooks/checkpoint/test_reshard_edges.py": 9, "zprof/test_silence.py": 9,
     "parity/test_oracle.py": 9, "zhooks/optim/test_device_share.py": 8, "zprof/test_recorder.py": 8, "zprof/test_nvml.py": 8,
     "zhooks/grad/test_accumulate.py": 8, "zhooks/grad/test_reduce_order.py": 8, "zhooks/comm/test_lost_rank.py": 8,
@@ -47,7 +47,7 @@ SECONDS: Mapping[str, float] = {
     "zprof/test_on_accelerator.py": 6, "zhooks/report/test_nonfinite.py": 6, "zprof/test_export_faults.py": 6,
     "zhooks/run/test_unit_casts.py": 6, "zhooks/integrations/test_peft.py": 5, "zprof/test_many_ranks.py": 5,
     "zhooks/unit/test_tiers_freezes.py": 5, "zprof/test_oom_tried.py": 5, "zprof/test_prometheus_live.py": 5,
-    "zhooks/run/test_inference.py": 5, "zhooks/simulation/test_simulate.py": 5, "zprof/test_children.py": 5,
+    "zhooks/run/test_inference.py": 5, "zhooks/simulate/test_simulate.py": 5, "zprof/test_children.py": 5,
     "zhooks/run/test_preemption.py": 5, "zhooks/run/test_pipeline.py": 5,
 }  # fmt: skip
 #: Seconds of a test of any other file.

@@ -25,12 +25,15 @@ from offload.errors import (
 from offload.events import Recorder
 from offload.policy import Policy
 from zhooks.attach import Attachment, attach
+from zhooks.attachment import CHOOSERS as _CHOOSERS
 from zhooks.attachment import Recovery
 from zhooks.checkpoint import Saving, latest
 from zhooks.comm import OPENERS as _OPENERS
 from zhooks.cpu_transport import between_cpus as _between_cpus
 from zhooks.integrations import from_pretrained
-from zhooks.simulation import Proposals, Simulation, Slowdown, find_policy, simulate
+from zhooks.simulate import Proposals, Simulation, Slowdown, find_policy, simulate
+from zhooks.simulate import chosen_for as _chosen_for
+from zhooks.simulate import on_paper as _on_paper
 from zhooks.tensor import ShardedTensor
 from zhooks.tiling import TiledLinear
 
@@ -67,7 +70,8 @@ __all__ = [
 ]
 
 # The packages that plug into the core, which knows nothing of them.
-_OPENERS.append(_between_cpus)
+_OPENERS += [_between_cpus, _on_paper]
+_CHOOSERS.append(_chosen_for)
 
 # Tracebacks, logs and pickles name them as users import them.  Without this package, `offload` has them under its own name.
 for _name in _errors.__all__:

@@ -17,11 +17,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from offload.device import bus_of
-from offload.errors import AttachError
+from offload.errors import AttachError, DivergenceError
 from offload.events import Observer
 from offload.policy import Policy
 from offload.virtual import NAME
 from zhooks.attachment import (
+    CHOOSERS,
     Changeable,
     Chosen,
     Controlled,
@@ -29,6 +30,7 @@ from zhooks.attachment import (
     Recovering,
     Replicated,
     Resumable,
+    Running,
     spanned,
 )
 from zhooks.build import build_units, open_tiers, restore_units
@@ -38,7 +40,6 @@ from zhooks.compiled import keep_outside_graphs
 from zhooks.keywords import explained, explained_methods
 from zhooks.optim import Closures, Optimizers, Owners, Rounding, Step, Stepper, StepPipeline, Steps, watch_steps
 from zhooks.plan import DeviceBudget, Plan, Request, StateBudgets, ignored_here, look, read
-from zhooks.planning import Choice, chosen_for
 from zhooks.report import (
     Calibrated,
     GradStatistics,
@@ -115,13 +116,13 @@ def attach_requested(request: Callable[[], Request]) -> Attachment:
         remove_dead_jobs(Path(resilience.memory).expanduser(), resilience.job)
         comm = open_comm(asked.mesh, asked.policy, asked.device, asked.facts, meeting, asked.everywhere)
         undo.callback(comm.close)
-        choice = chosen_for(asked, comm) if asked.automatic else None
+        choice = CHOOSERS[0](asked, comm) if asked.automatic else None
         return Attachment(look(asked if choice is None else choice.request, comm), comm, undo, choice)
 
 
 @explained_methods
 class Attachment(
-    Preemptible, Resumable, Changeable, Recovering, Replicated, Controlled, Chosen, Calibrated, GradStatistics
+    Preemptible, Resumable, Changeable, Recovering, Replicated, Controlled, Calibrated, GradStatistics
 ):  # fmt: skip
     """An attached model.  ``attach`` returns it, and ``detach`` ends it.
 
@@ -131,7 +132,7 @@ class Attachment(
         rank: this process's rank in the process group.
     """
 
-    def __init__(self, plan: Plan, comm: Comm, undo: ExitStack, choice: Choice | None) -> None:
+    def __init__(self, plan: Plan, comm: Comm, undo: ExitStack, choice: Chosen | None) -> None:
         """``undo`` puts everything back that was done before; it is taken over once all is done.  ``choice``: of the policy,
         where it was left to us."""
         request, policy = plan.request, plan.request.policy
@@ -163,7 +164,7 @@ class Attachment(
             self._listen(plan, undo, choice)
         self._undo: ExitStack | None = undo.pop_all()
 
-    def _listen(self, plan: Plan, undo: ExitStack, choice: Choice | None) -> None:
+    def _listen(self, plan: Plan, undo: ExitStack, choice: Chosen | None) -> None:
         """Run the model that was built: modules, optimizers and observers are listened to from now on."""
         runtime, scaling = self._runtime, self._runtime.scaling
         runtime.take(self._units)
@@ -216,9 +217,10 @@ class Attachment(
         undo.callback(self._comm.failure.ask, None)
         self._comm.failure.ask(self._progress)
         self._bus.stated_by(self._state_held)
-        self._replanning = None if choice is None else self._watched(choice)
-        if self._replanning is not None:
-            undo.callback(self._replanning.close)
+        # Stages of a pipeline would wait for each other at other moments.
+        self._review = None if choice is None or self._comm.pipelined else choice.review(self._running())
+        if self._review is not None:
+            undo.callback(self._review.close)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """For who takes it for a wrapper, as other libraries return one."""
@@ -250,7 +252,8 @@ class Attachment(
             self._steps.go_on()
         self._steps.training_begins()
         self._replica_checks.training_begins(self.policy.resilience.check_every)
-        self._plan_again()
+        if self._review is not None:
+            self._review.training_begins()
 
     def _progress(self) -> Progress:
         runtime = self._runtime
@@ -258,6 +261,29 @@ class Attachment(
             # Stages are given what those before them make, and are not at the same forward.
             return Progress(self._steps.number, [])
         return Progress(self._steps.number, runtime.inputs.texts(), runtime.evaluations, runtime.evaluating)
+
+    def _running(self) -> Running:
+        """What is said and done of a policy that was chosen."""
+        alike, runtime = partial(self._optimizers.agreed, "plan again"), self._runtime
+        placed, quiet = (lambda tier: self._tiers.placed(tier)), (lambda: runtime.quiet)
+        return Running(self._comm, self._bus, quiet, alike, placed, self._go_over, self._tell_why)
+
+    def _go_over(self, chosen: Policy) -> str:
+        """Go on under another policy; "", or why it could not be, and everything is as it was.  Collective."""
+        why = self._why
+        try:
+            self._change(chosen)
+        except DivergenceError:
+            raise
+        except Exception as error:
+            return str(error)
+        finally:
+            self._why = why
+        return ""
+
+    def _tell_why(self, why: str) -> None:
+        self._why = f"{self._why}\n{why}"
+        self._bus.instant("policy replanned", why)
 
     def _make_plain(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Full parameters, gradients and optimizer states; of units that are plain already, nothing.  Collective."""

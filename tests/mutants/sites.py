@@ -55,9 +55,7 @@ MARK = "after"
 NOWHERE = {
     "offload/virtual/": "the virtual device itself",
     "offload/device/virtual.py": "the virtual device itself",
-    "zhooks/comm/virtual": "the virtual device itself",
-    "zhooks/simulation/": "the virtual device itself",
-    "zhooks/planning/": "a search, which runs nothing",
+    "zhooks/simulate/": "the virtual device itself, and a search, which runs nothing",
     "offload/device/cpu.py": "threads of the host, on a CPU alone",
     "offload/device/clock.py": "times of streams: nobody uses what comes after its events",
     "offload/threads.py": "threads of the host",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zhooks.attachment.change import Changeable
-from zhooks.attachment.choice import Chosen
+from zhooks.attachment.choice import CHOOSERS, Chosen, Review, Running
 from zhooks.attachment.control import Controlled
 from zhooks.attachment.peers import Resumable
 from zhooks.attachment.preemption import Preemptible
@@ -12,6 +12,7 @@ from zhooks.attachment.replicas import Replicated
 from zhooks.attachment.spans import spanned
 
 __all__ = [
+    "CHOOSERS",
     "Changeable",
     "Chosen",
     "Controlled",
@@ -20,5 +21,7 @@ __all__ = [
     "Recovery",
     "Replicated",
     "Resumable",
+    "Review",
+    "Running",
     "spanned",
 ]

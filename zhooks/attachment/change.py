@@ -20,6 +20,7 @@ from offload.errors import AttachError, CapabilityError, DivergenceError, Policy
 from offload.events import Bus
 from offload.policy import Policy
 from zhooks.activation import check_axis
+from zhooks.attachment.choice import Review
 from zhooks.attachment.spans import spanned
 from zhooks.build import BuildContext, Tiers, relayout_units
 from zhooks.checkpoint import check_owned, own_anew
@@ -28,7 +29,6 @@ from zhooks.compiled import uncompiled
 from zhooks.layout import PP, TP, Ignored, Mesh, Table, UnitPlan
 from zhooks.optim import Optimizers, Rounding, Steps
 from zhooks.plan import DeviceBudget, Headroom, Layouts, check_change, check_ignored, check_scaled, rest_reserve, shards_reserve
-from zhooks.planning import Replanning
 from zhooks.report import NonFinite, check_resilience, warn_of_unmatched
 from zhooks.run import Casts, Choices, Map, Runtime, chart
 from zhooks.unit import Links, Pool, Unit
@@ -67,7 +67,7 @@ class Changeable:
     _device_budget: DeviceBudget
     _casts: Casts
     _ignored: Ignored
-    _replanning: Replanning | None
+    _review: Review | None
     _why: str
     _torn: bool
 
@@ -151,8 +151,8 @@ class Changeable:
         """
         self._check_attached("apply")
         self._change(policy, mesh)
-        if self._replanning is not None:
-            self._replanning.close()
+        if self._review is not None:
+            self._review.close()
 
     @spanned("apply")
     def _change(self, policy: Policy | str | Path | dict[str, Any] | None, mesh: DeviceMesh | None = None) -> None:

@@ -1,70 +1,58 @@
-"""What an attachment does with a policy that was chosen for it: how it goes over to another one after three steps.
+"""Policies that are chosen where the user leaves that to zhooks, and looked at again once the model has trained.
 
-``Attachment`` is one of these.  It connects ``planning/replanning.py`` with what it asks of a run; it never decides anything.
+``attach`` asks the first of ``CHOOSERS``; the package that searches policies has one.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from offload.errors import DivergenceError
+from torch.optim import Optimizer
+
 from offload.events import Bus
 from offload.policy import Policy
-from zhooks.build import Tiers
+from offload.tier import Tier
 from zhooks.comm import Comm
-from zhooks.optim import Optimizers
-from zhooks.planning import Choice, Replanning
-from zhooks.run import Runtime
+from zhooks.plan import Request
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Running:
+    """What an attachment under a chosen policy says, and what can be asked of it.
+
+    Attributes:
+        quiet: whether nothing of a pass is open here, so that the layout may change.
+        optimizers: those of the model that every rank knows.  Collective.
+        placed: bytes that are kept on a tier off the device.
+        change: goes over to another policy; returns why it could not, and then everything is as it was.  Collective.
+        tell: hears what came of it.
+    """
+
+    comm: Comm
+    bus: Bus
+    quiet: Callable[[], bool]
+    optimizers: Callable[[], Sequence[Optimizer]]
+    placed: Callable[[Tier], int]
+    change: Callable[[Policy], str]
+    tell: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Review:
+    """The choice, looked at again: asked where a training pass begins on every rank, collective; closed by any later call."""
+
+    training_begins: Callable[[], None]
+    close: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Chosen:
-    """The second look at a policy that was chosen."""
+    """The request with the policy that was chosen, and who looks at it again once the model is attached."""
 
-    policy: Policy
-    _why: str
-    _bus: Bus
-    _comm: Comm
-    _tiers: Tiers
-    _runtime: Runtime
-    _optimizers: Optimizers
-    _replanning: Replanning | None
+    request: Request
+    review: Callable[[Running], Review]
 
-    def _change(self, policy: Policy) -> None:
-        """As ``apply``."""
-        raise NotImplementedError
 
-    def _watched(self, choice: Choice) -> Replanning | None:
-        """Who looks at it again; nobody in a pipeline, whose stages wait for each other at other moments."""
-        if self._comm.pipelined:
-            return None
-        runtime = self._runtime
-        return Replanning(
-            choice, self._comm, self._bus,
-            quiet=lambda: runtime.quiet,
-            optimizers=partial(self._optimizers.agreed, "plan again"),
-            placed=lambda tier: self._tiers.placed(tier),
-            change=self._go_over,
-            tell=self._tell_why,
-        )  # fmt: skip
-
-    def _plan_again(self) -> None:
-        """A training pass begins, on every rank.  Collective."""
-        if self._replanning is not None:
-            self._replanning.training_begins()
-
-    def _go_over(self, chosen: Policy) -> str:
-        """Go on under another policy; "", or why it could not be, and everything is as it was.  Collective."""
-        why = self._why
-        try:
-            self._change(chosen)
-        except DivergenceError:
-            raise
-        except Exception as error:
-            return str(error)
-        finally:
-            self._why = why
-        return ""
-
-    def _tell_why(self, why: str) -> None:
-        self._why = f"{self._why}\n{why}"
-        self._bus.instant("policy replanned", why)
+#: What chooses a policy for a request that leaves it open.  Collective.
+CHOOSERS: list[Callable[[Request, Comm], Chosen]] = []

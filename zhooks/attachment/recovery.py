@@ -22,10 +22,10 @@ from offload.device import computes_on_host
 from offload.errors import CapabilityError, DivergenceError
 from offload.events import Bus
 from offload.policy import Policy
+from zhooks.attachment.choice import Review
 from zhooks.checkpoint import Saving
 from zhooks.comm import Comm, Meeting, reopen_comm
 from zhooks.optim import Optimizers, Steps
-from zhooks.planning import Replanning
 from zhooks.report import ReplicaChecks
 from zhooks.run import Runtime
 
@@ -62,7 +62,7 @@ class Recovering:
     _optimizers: Optimizers
     _steps: Steps
     _replica_checks: ReplicaChecks
-    _replanning: Replanning | None
+    _review: Review | None
     _check_attached: Callable[[str], None]
     _saving: Saving | None
     #: Why nothing but a load may come next; "" where there is no reason.
@@ -114,9 +114,9 @@ class Recovering:
             self._bus.end("recover", "all ranks")
         self._optimizers.meet_again()
         self._replica_checks.meet_again()
-        if self._replanning is not None:
+        if self._review is not None:
             # Ranks may have counted other steps towards it.
-            self._replanning.close()
+            self._review.close()
         stage = self._comm.stage.axis
         ours = [every[rank] for rank in stage.ranks]
         if saving and not all(one["saving"] for one in ours) and self._saving is not None:

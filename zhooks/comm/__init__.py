@@ -15,8 +15,6 @@ from zhooks.comm.rearrange import another_mesh, close_unused, rearranged
 from zhooks.comm.rendezvous import Facts, Meeting, meet, policy_facts
 from zhooks.comm.transport import CHANNELS, CONTROL, GATHER, OPS, REDUCE, Call, Nbytes, Transport, TwoSteps
 from zhooks.comm.users_collectives import wait_for
-from zhooks.comm.virtual_group import check_no_group, join_on_paper, ranks_on_paper
-from zhooks.comm.virtual_stages import Stages, stages_on_paper
 
 __all__ = [
     "CHANNELS",
@@ -46,14 +44,12 @@ __all__ = [
     "ScatteredBytes",
     "Span",
     "Staged",
-    "Stages",
     "Transport",
     "TwoSteps",
     "Work",
     "another_mesh",
     "by_rank",
     "bytes_of",
-    "check_no_group",
     "chunks_of",
     "close_unused",
     "copy",
@@ -62,7 +58,6 @@ __all__ = [
     "gather",
     "in_order",
     "interrupt_group",
-    "join_on_paper",
     "machine",
     "meet",
     "messages",
@@ -71,11 +66,9 @@ __all__ = [
     "open_group",
     "own_ranges",
     "policy_facts",
-    "ranks_on_paper",
     "read",
     "rearranged",
     "reopen_comm",
-    "stages_on_paper",
     "text_digest",
     "wait_for",
 ]

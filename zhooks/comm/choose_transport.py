@@ -7,7 +7,8 @@ and nowhere else; it never decides *when* anything is moved.
 Note: [Transports]
     stock  the backend's own collectives.  NCCL's are the best there are; Gloo's all-gather and reduce-scatter send as
            much as an all-reduce (measured: 1.0 and 0.8 GB/s where its send/recv does 4.6).
-    others of what is in ``OPENERS``, the first that has one for the device and the policy; ``cpu_transport/`` has two.
+    others of what is in ``OPENERS``, the first that has one for the device and the policy:
+           ``cpu_transport/`` has two, ``simulate/`` that of the virtual device.
     "auto" is stock where none of these has one.
 """
 
@@ -26,13 +27,11 @@ import torch.distributed as dist
 from offload.budget import ALONE, THIS_MACHINE, Ranks
 from offload.errors import CapabilityError, DivergenceError
 from offload.policy import Policy
-from offload.virtual import NAME
 from zhooks.comm.alone import Alone
 from zhooks.comm.lost_rank import AgreedFailure
 from zhooks.comm.rendezvous import Facts, Meeting, meet, policy_facts
 from zhooks.comm.stock import Stock
 from zhooks.comm.transport import CONTROL, GATHER, REDUCE, Call, Transport
-from zhooks.comm.virtual import VirtualTransport
 from zhooks.layout import DATA, PP, REPLICATE, SHARD, STAGE, TP, Axis, Mesh
 
 
@@ -264,8 +263,6 @@ def _own_version() -> str:
 
 
 def _open_axis(opening: Opening) -> Transport:
-    if opening.device.type == NAME:
-        return VirtualTransport(opening.axis)
     for opener in OPENERS:
         if (transport := opener(opening)) is not None:
             return transport

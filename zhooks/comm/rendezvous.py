@@ -19,9 +19,9 @@ from offload import errors
 from offload.errors import AttachError, DivergenceError, ZhooksError
 from offload.job_rank import launched_among
 from offload.policy import Policy
+from offload.virtual import NAME
 from zhooks.comm.group_store import GroupStore, StoreLost, capital
 from zhooks.comm.lost_rank import ANSWER_S, GONE, LOOK_S, AgreedFailure, Process, as_subject, own_output
-from zhooks.comm.virtual_group import BACKEND
 
 __all__ = ["Facts", "Meeting", "difference", "error_of", "meet", "policy_facts"]
 
@@ -36,7 +36,7 @@ _ALIKE = {
     "versions": "Install the same versions for every rank",
 }
 #: Backends of process groups of which one process alone exists.
-_ON_PAPER = ("fake", BACKEND)
+_ON_PAPER = ("fake", NAME)
 _SHOWN = 200
 #: The most characters of one rank's refusal that the others repeat.
 _MOST_TEXT = 2048

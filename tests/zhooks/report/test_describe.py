@@ -1,6 +1,6 @@
 """What ``describe`` says of an attachment: each unit, its dtypes, and on which tier each of its states is.
 
-pytest runs it, in this process. What it says of a plan that was chosen is tests/zhooks/planning's.
+pytest runs it, in this process. What it says of a plan that was chosen is tests/zhooks/simulate's.
 """
 
 from __future__ import annotations

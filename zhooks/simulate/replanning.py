@@ -1,0 +1,276 @@
+"""The second look at ``attach(policy="auto")``: after three steps, what the choice came to, and another one where it was off.
+
+``attach.py`` opens one where the policy was chosen, and the runtime tells it of each training pass that begins.  It changes
+only where states are kept and when units are gathered, which no value of training depends on; how that is done is the
+attachment's.
+
+Note: [What was measured]
+    The device's own count says what was used at the most since the process began: no less than what the steps needed, but it
+    may be from before them.  What was used at each event of the steps is no more than that.  So memory counts as left by the
+    first, and as short by the second, and between them nothing is changed.  On a CPU both are resident memory.
+
+Note: [What stays]
+    The stage and the mesh: over several backward passes a step they decide the order in which gradients are added up, and so
+    their last bits.  Recomputation and the tier of activations, for what they save only a forward can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from offload.device import open_device
+from offload.events import Event
+from offload.text import as_size
+from offload.tier import Tier
+from zhooks import tree
+from zhooks.attachment import Chosen, Review, Running
+from zhooks.comm import Comm, ControlPlane
+from zhooks.layout import FLATS
+from zhooks.optim import closure_of, holds, watch_steps
+from zhooks.plan import Request
+from zhooks.simulate.automatic import Choice, choose, held, moved, on_this_machine
+from zhooks.simulate.axes import Candidate, candidates
+from zhooks.simulate.best_first import Limits, Memory
+from zhooks.simulate.needs import Need, Needs
+
+__all__ = ["chosen_for"]
+
+#: After so many steps, or after more where something of a pass was open then.
+_STEPS, _LAST = 3, 10
+#: What is further from the prediction is a reason to choose again; and so much of the device shall stay free.
+_OFF = _FREE = 0.1
+#: When a rank may change its layout; that of all of them is the least.
+_NEVER, _LATER, _NOW = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Of all ranks, the one that has least; see Note [What was measured].
+
+    Attributes:
+        least, most: bytes of the device that training took at its peak: no less, and no more.
+        there: bytes of it that training may take in all. free: those that are free now.
+        host, disk: bytes of these that it may take in all.
+    """
+
+    least: int
+    most: int
+    there: int
+    free: int
+    host: int
+    disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """Another placement or none, and why."""
+
+    candidate: Candidate | None
+    why: str
+
+
+def chosen_for(request: Request, comm: Comm) -> Chosen:
+    """The policy for what was requested.  Collective.
+
+    Raises:
+        BudgetError: no placement fits; with the least memory that one needs, on every rank.
+    """
+    choice = choose(request, comm)
+
+    def review(running: Running) -> Review:
+        replanning = Replanning(choice, running)
+        return Review(replanning.training_begins, replanning.close)
+
+    return Chosen(choice.request, review)
+
+
+class Replanning:
+    """Of one attachment."""
+
+    def __init__(self, choice: Choice, running: Running) -> None:
+        self._choice, self._comm, self._bus, self._running = choice, running.comm, running.bus, running
+        self._seam = open_device(choice.request.device)
+        self._steps, self._stepped, self._highest, self._over = 0, False, 0, False
+        self._closures = False
+        self._unwatch = watch_steps(self)
+
+    def close(self) -> None:
+        """It is over: another policy was applied, or the model is detached."""
+        if not self._over:
+            self._over = True
+            self._unwatch()
+            self._bus.detach(self)
+            self._seam.close()
+
+    def on_event(self, event: Event) -> None:
+        """What is in use while something happens."""
+        if event.kind in ("begin", "end") and not self._over:
+            self._highest = max(self._highest, self._seam.used()[0])
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """torch's pre-hook."""
+        self._closures = self._closures or (closure_of(args, kwargs) is not None and self._is_ours(optimizer))
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """torch's post-hook."""
+        if self._is_ours(optimizer):
+            self._highest = max(self._highest, self._seam.used()[0])
+            self._stepped = True
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        return holds(optimizer, tree.parameters(self._choice.request.model))
+
+    def training_begins(self) -> None:
+        """A training pass begins on every rank.  Collective after each step from the third on, until it is over."""
+        if not self._stepped or self._over:
+            if not self._over and not self._steps:
+                # Not before: a model that is only evaluated shall not pay for it.
+                self._bus.attach(self)
+            return
+        self._stepped = False
+        self._steps += 1
+        if self._steps < _STEPS:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            mine = _NEVER if self._closures else _NOW if self._running.quiet() else _LATER
+            ready = ControlPlane(self._comm.stage, "plan again").least(mine)
+            if ready == _NOW:
+                self._plan_again()
+            elif ready == _NEVER:
+                # This pass may be the closure's own, inside a step; and steps over tiers take none.
+                self.close()
+                self._running.tell(
+                    f"{self._said} not checked: its optimizer is stepped with a closure, which tiers do not allow."
+                )
+            elif self._steps >= _LAST:
+                self.close()
+                self._running.tell(f"{self._said} not checked: each training pass began before the backward of another.")
+
+    @property
+    def _said(self) -> str:
+        return f'policy = "auto" after {self._steps} steps:'
+
+    def _plan_again(self) -> None:
+        """Measure, decide and go over.  Collective."""
+        ranks = ControlPlane(self._comm.stage, "plan again", "the placement")
+        try:
+            with ranks.all_or_none():
+                mine = self._measured()
+            # Of what is taken, the rank that takes most.
+            taken = [-(ranks.least(-nbytes) or 0) for nbytes in (mine.least, mine.most)]
+            there = [ranks.least(nbytes) or 0 for nbytes in (mine.there, mine.free, mine.host, mine.disk)]
+            known = self._running.optimizers()
+            with ranks.all_or_none():
+                decision = decide(self._choice, self._needs(known), _Measured(taken[0], taken[1], *there))
+            # States that one rank owns whole count there alone: all do what the first has found.
+            named = ranks.on_first(lambda: [str(decision.candidate or ""), decision.why])
+        except Exception as error:
+            # Of whatever kind: the others, whom it was told, go on training, and wait for this rank.
+            self._running.tell(f"{self._said} not checked: {error}")
+            return
+        finally:
+            self.close()
+        chosen = next((each for each in _listed(self._choice) if str(each) == named[0]), None)
+        failed = "" if chosen is None else self._running.change(chosen.policy(self._choice.base))
+        undone = f" The change failed and was undone: {failed}" if failed else ""
+        self._running.tell(f"{self._said} {named[1]}{undone}")
+
+    def _measured(self) -> _Measured:
+        choice, (now, most) = self._choice, self._seam.used()
+        free = on_this_machine(self._seam, choice.request, choice.ranks)
+        return _Measured(
+            max(self._highest, now) - choice.before,
+            max(self._highest, now, most) - choice.before,
+            free.device + max(0, now - choice.before),
+            free.device,
+            free.host + self._running.placed(Tier.HOST),
+            free.disk + self._running.placed(Tier.DISK),
+        )
+
+    def _needs(self, optimizers: Sequence[Optimizer]) -> Needs:
+        choice, request = self._choice, self._choice.request
+        first = optimizers[0] if optimizers else None
+        return Needs(request.model, first, choice.base, choice.world, request.ignored, request.device, others=optimizers[1:])
+
+
+def _listed(choice: Choice) -> list[Candidate]:
+    """What may be gone over to, see Note [What stays]; with fewer units gathered ahead, too."""
+    kept = choice.candidate
+    every = candidates(choice.base, choice.world, tiers=choice.tiers, host_updates=False, replicas=(kept.replicate,))
+    alike = [each for each in every if each.checkpoint == "none" and each.stage == kept.stage]
+    return alike + [replace(each, prefetch=0) for each in alike]
+
+
+def decide(choice: Choice, needs: Needs, measured: _Measured) -> _Decision:
+    """Whether another placement is better for what was measured: pure, and the same on all ranks."""
+    candidate = choice.candidate
+    placed = held(candidate, needs.of(candidate))
+    one_memory = choice.request.device.type == "cpu"
+    expected = _near(choice.expected, one_memory) + choice.activations
+    took = as_size(measured.most)
+    if measured.least < measured.most:
+        took = f"{as_size(max(0, measured.least))} to {took}"
+    seen = f"the device took {took} at its peak, of {as_size(expected)} that were allowed for states and activations"
+    for tier in (Tier.HOST, Tier.DISK):
+        if _off(placed.on(tier), choice.expected.on(tier)):
+            seen += f"; {tier.value} {as_size(placed.on(tier))}, {as_size(choice.expected.on(tier))} expected"
+    usable = int(measured.there * (1 - _FREE))
+
+    def limits(peak: int) -> Limits:
+        left = max(0, usable - (peak - _near(placed, one_memory)))
+        return Limits(left, left if one_memory else measured.host, measured.disk, one_memory)
+
+    short = bool(limits(measured.least).exceeded(placed))
+    off = _off(measured.least, expected) or _off(measured.most, expected)
+    if not short and not off and not any(_off(placed.on(tier), choice.expected.on(tier)) for tier in (Tier.HOST, Tier.DISK)):
+        return _Decision(None, f"{seen}, within {_OFF:.0%}. Nothing was changed.")
+    bound = limits(measured.least if short else measured.most)
+    fits = [each for each in _listed(choice) if not bound.exceeded(held(each, needs.of(each)))]
+    best = min(fits, key=lambda each: _order(each, needs.of(each)), default=candidate)
+    if short and not fits:
+        less = f"{seen}; less than {_FREE:.0%} of {as_size(measured.there)} is left"
+        remedy = 'Write a policy with a higher stage or [activation] checkpoint = "unit", or use more ranks.'
+        return _Decision(
+            None, f"{less}, and no placement of stage {candidate.stage} frees enough. Nothing was changed. {remedy}"
+        )
+    if not short and _order(best, needs.of(best))[:3] >= _order(candidate, needs.of(candidate))[:3]:
+        return _Decision(None, f"{seen}. No placement of stage {candidate.stage} that fits moves less. Nothing was changed.")
+    passing = _passing(needs.of(candidate))
+    if passing > measured.free:
+        takes = f"the change itself needs {as_size(passing)}, and {as_size(measured.free)} is free"
+        return _Decision(None, f"{seen}. {best} would be better, but {takes}. Nothing was changed.")
+    after = held(best, needs.of(best))
+    used = ", ".join(f"{as_size(after.on(tier))} on {tier.value}" for tier in Tier if after.on(tier))
+    why = f"less than {_FREE:.0%} of {as_size(measured.there)} was left" if short else "it fits and moves less data"
+    return _Decision(best, f"{seen}. Changed from {candidate} to {best}: {used} per rank without activations; {why}.")
+
+
+def _near(memory: Memory, one_memory: bool) -> int:
+    """Bytes of the device's memory."""
+    return memory.device + (memory.host if one_memory else 0)
+
+
+def _off(found: int, expected: int) -> bool:
+    return abs(found - expected) > _OFF * expected
+
+
+def _order(candidate: Candidate, need: Need) -> tuple[int, int, int, bool, int]:
+    """What is preferred: what moves least, then what gathers ahead, then what holds least."""
+    disk, host, links, device = moved(candidate, need)
+    return disk, host, links, candidate.prefetch == 0, device
+
+
+def _passing(need: Need) -> int:
+    """Bytes of the device that going over takes meanwhile: of the largest unit all values twice, gradients and states."""
+    updated = sum(flat.shard_numel for flat in need.flats if flat.kind.trainable)
+    state = -(-need.states // updated) if updated else 0
+    units: dict[int, int] = {}
+    for flat in need.flats:
+        size = 3 * flat.kind.master.itemsize + (state if flat.kind.trainable else 0)
+        units[flat.number // FLATS] = units.get(flat.number // FLATS, 0) + size * flat.layout.padded
+    return max(units.values(), default=0)
