@@ -119,3 +119,13 @@ def tensor_difference(
         f"{name}: error {error:.3e} over a way of {way:.3e} ({limit}); "
         f"{wrong} of {found.numel()} elements differ, by {worst:.3e} at most"
     )
+
+
+def compare(cell: Cell, found: Record, expected: Record) -> None:
+    """Raises:
+    AssertionError: the cell did not train as the oracle did.
+    """
+    lines = state_differences(found.start, expected.start, {}, EXACT)
+    assert not lines, "\n".join(["the state after attach is not rank 0's own", *lines])
+    lines = differences(found, expected, tolerance_of(cell))
+    assert not lines, "\n".join([f"{len(lines)} differences from plain training", *lines])

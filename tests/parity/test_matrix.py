@@ -15,7 +15,7 @@ import pytest
 
 from tests.parity import oracle, run
 from tests.parity.cells import BY_NAME, FACTORS, ON_ACCELERATOR, Cell, Row, cell_of, pairwise, sample, why_excluded
-from tests.parity.closeness import EXACT, REORDERED, differences, state_differences, tolerance_of
+from tests.parity.closeness import EXACT, REORDERED, compare, differences, tolerance_of
 from tests.support.ranks import Pool
 
 COVERING = [pytest.param(cell_of(row).name, id=cell_of(row).name) for row in pairwise(FACTORS, why_excluded)]
@@ -91,13 +91,6 @@ def hold_to_its_oracle(cell: Cell, accelerators: Callable[[int], Pool]) -> None:
 def _plain_on_accelerator(cell: Cell, accelerators: Callable[[int], Pool]) -> oracle.Record:
     record: oracle.Record = accelerators(1).run("tests.parity.oracle:train_by_name", name=cell.name)[0]
     return record
-
-
-def compare(cell: Cell, found: oracle.Record, expected: oracle.Record) -> None:
-    lines = state_differences(found.start, expected.start, {}, EXACT)
-    assert not lines, "\n".join(["the state after attach is not rank 0's own", *lines])
-    lines = differences(found, expected, tolerance_of(cell))
-    assert not lines, "\n".join([f"{len(lines)} differences from plain training", *lines])
 
 
 def test_the_comparison_sees_a_missing_clip() -> None:

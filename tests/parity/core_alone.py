@@ -1,0 +1,62 @@
+"""A rank that trains cells of the matrix on the core of zhooks alone: what plugs into it cannot be imported.
+
+``python -m tests.parity.core_alone RANK WORLD FOLDER NAME...`` leaves its records in FOLDER.  It takes the place of
+``zhooks/__init__.py``, where the packages are plugged in.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+from types import ModuleType
+
+import torch.distributed as dist
+
+from tests.parity import run
+from tests.source_rules import ORDER
+
+_ABOVE = next(number for number, names in enumerate(ORDER["zhooks"]) if "attach" in names.split())
+PLUGGED = [name for names in ORDER["zhooks"][1:_ABOVE] for name in names.split()]
+
+
+class Refused(MetaPathFinder):
+    """Finds none of the packages that plug into the core."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        top, _, inner = name.partition(".")
+        if top == "zhooks" and inner.partition(".")[0] in PLUGGED:
+            raise ImportError(f"{name} is no part of the core")
+        return None
+
+
+def begin() -> None:
+    """Import the core as ``zhooks``."""
+    assert "zhooks" not in sys.modules
+    sys.meta_path.insert(0, Refused())
+    spec = find_spec("zhooks")
+    assert spec is not None
+    # What is in its `__init__` is not run.
+    core = sys.modules["zhooks"] = module_from_spec(spec)
+    from zhooks.attach import attach
+
+    core.attach = attach  # type: ignore[attr-defined]
+
+
+def main(rank: int, world: int, folder: Path, names: Sequence[str]) -> None:
+    begin()
+    if world > 1:
+        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
+    records = {name: run.train(name) for name in names}
+    (folder / f"rank{rank}").write_bytes(pickle.dumps(records))
+    if world > 1:
+        dist.destroy_process_group()
+    assert not {name for name in sys.modules if name.startswith("zhooks.")} & {f"zhooks.{name}" for name in PLUGGED}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

@@ -1,0 +1,44 @@
+"""The core trains as plain PyTorch does where no package that plugs into it can be imported.
+
+pytest runs it, in processes of its own.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tests.parity import oracle, run
+from tests.parity.cells import Cell
+from tests.parity.closeness import compare
+from tests.parity.core_alone import PLUGGED
+from tests.support.paths import ROOT
+
+TIMEOUT_S = 600
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_core_trains_without_the_packages_that_plug_into_it(world: int, tmp_path: Path) -> None:
+    assert {"cpu_transport", "simulate", "integrations"} <= set(PLUGGED)
+    cells = [
+        Cell("gpt", stage, world=world, accumulation="twice", optimizer="adamw", tier=tier)
+        for stage, tier in product((1, 2, 3), ("device", "host", "disk"))
+    ]
+    names = [cell.name for cell in cells]
+    program = [sys.executable, "-m", "tests.parity.core_alone"]
+    started = [
+        subprocess.Popen(
+            [*program, str(rank), str(world), str(tmp_path), *names], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(world)
+    ]
+    said = [process.communicate(timeout=TIMEOUT_S)[1] for process in started]
+    assert [process.returncode for process in started] == [0] * world, "\n".join(said)
+    every = [pickle.loads((tmp_path / f"rank{rank}").read_bytes()) for rank in range(world)]
+    for cell in cells:
+        compare(cell, run.gather([records[cell.name] for records in every]), oracle.train(cell))
