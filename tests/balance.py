@@ -33,7 +33,7 @@ SECONDS: Mapping[str, float] = {
     "zhooks/run/test_virtual.py": 10, "zhooks/optim/test_lbfgs.py": 10, "zhooks/checkpoint/test_save_faults.py": 10,
     "zhooks/simulate/test_replanning.py": 9, "zhooks/tensor/test_registry.py": 9, "zhooks/checkpoint/test_save_beside.py": 9,
     "zhooks/optim/test_tiers_kernels.py": 9, "zhooks/simulate/test_stages.py": 9, "zhooks/checkpoint/test_deepspeed.py": 9,
-    "zhooks/activation/test_partition.py": 9, "zhooks/checkpoint/test_reshard_edges.py": 9, "zprof/test_silence.py": 9,
+    "zhooks/parallel/test_partition.py": 9, "zhooks/checkpoint/test_reshard_edges.py": 9, "zprof/test_silence.py": 9,
     "parity/test_oracle.py": 9, "zhooks/optim/test_device_share.py": 8, "zprof/test_recorder.py": 8, "zprof/test_nvml.py": 8,
     "zhooks/grad/test_accumulate.py": 8, "zhooks/grad/test_reduce_order.py": 8, "zhooks/comm/test_lost_rank.py": 8,
     "architectures/test_architectures.py": 8, "zhooks/optim/test_overlap.py": 8, "zhooks/plan/test_bad_input.py": 7,

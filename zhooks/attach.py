@@ -291,8 +291,7 @@ class Attachment(
         restore_units(self.model, self._units, optimizers, narrow=self.policy.optimizer.rounding == "stochastic")
 
     def _state_held(self) -> None:
-        if self._runtime.saved.partition is not None:
-            self._runtime.saved.partition.state_held()
+        self._runtime.saved.partition.state_held()
         if self._why:
             self._bus.instant("policy chosen", self._why)
         state_held(self._live("observe", (), None), self.policy, self._tiers.store, self._optimizers.here())
@@ -456,8 +455,7 @@ class Attachment(
         if gathers is None:
             return None
         moved = sum(flat.moved_nbytes for number in gathers for flat in self._units[number].flats)
-        cut = self._runtime.saved.partition
-        return moved + self._runtime.reducer.payload() + (cut.payload if cut is not None else 0)
+        return moved + self._runtime.reducer.payload() + self._runtime.saved.partition.payload
 
     @property
     def rank(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zhooks.activation.partition import check_axis
 from zhooks.activation.residual import Residual
 from zhooks.activation.saved import SavedParameters
+from zhooks.activation.undivided import DIVIDERS, DividedInput, Division, Undivided, check_axis
 
-__all__ = ["Residual", "SavedParameters", "check_axis"]
+__all__ = ["DIVIDERS", "DividedInput", "Division", "Residual", "SavedParameters", "Undivided", "check_axis"]

@@ -36,9 +36,9 @@ from offload.tier import Tier
 from offload.user_warnings import warn_user
 from zhooks import tree
 from zhooks.activation.inputs import Input, Inputs
-from zhooks.activation.partition import KeptInput, Owners, Partition, buffers_of, open_partition
 from zhooks.activation.recompute import Recompute, nothing_recomputed, recomputed
 from zhooks.activation.residual import Residual
+from zhooks.activation.undivided import DividedInput, Division, Undivided, open_division
 from zhooks.comm import Comm
 from zhooks.grad import in_backward, refuse_saved
 from zhooks.layout import Ignored, hollow, is_divided, part_of, rewrap
@@ -93,7 +93,7 @@ class SavedParameters:
         self.stash: Stash | None = None
         #: Where inputs of recomputed units are kept, if not where the model made them.
         self.inputs: Inputs | None = None
-        self.partition: Partition | None = None
+        self.partition = Undivided()
         self.recompute: Recompute | None = None
         #: The ranks cannot communicate any more.
         self.parted: bool = False
@@ -103,7 +103,7 @@ class SavedParameters:
     @property
     def kept(self) -> bool:
         """Whether activations are kept elsewhere than autograd would, or are counted."""
-        return self.stash is not None or self.partition is not None or self.inputs is not None or self.residual.asked
+        return self.stash is not None or self.partition.divides or self.inputs is not None or self.residual.asked
 
     def follow(self, policy: Policy, units: Sequence[Unit], store: Store | None, arena: Arena | None) -> None:
         """From the next forward on what autograd saves stays, goes to its tier or is computed again, as this policy says."""
@@ -111,8 +111,7 @@ class SavedParameters:
         assert model is not None
         self.stash = open_stash(policy, store, self._bus, self)
         self.residual.follow(policy.activation, self._comm.tp.axis.world, partial(tree.buffers, model))
-        owners = Owners(partial(buffers_of, model), self.holds)
-        self.partition = open_partition(policy, self._comm, self.stash, self._bus, owners, model)
+        self.partition = open_division(Division(policy, self._comm, self.stash, self._bus, model, self.holds))
         again = recomputed(model, units) if policy.activation.checkpoint == "unit" else {}
         # A stage of a pipeline may have no block, where the others have.
         if policy.activation.checkpoint == "unit" and not again and not self._comm.pipelined:
@@ -132,8 +131,7 @@ class SavedParameters:
         self.where = where
         if begins is not None:
             self.residual.forget_calls()
-            if self.partition is not None:
-                self.partition.begin(begins)
+            self.partition.begin(begins)
         if unit and self.residual.counts and not in_backward():
             self.residual.entering(module, args, kwargs)
         if self.recompute is not None:
@@ -159,8 +157,6 @@ class SavedParameters:
     def saving_inputs(self, unit: Unit, given: Sequence[Tensor], name: Callable[[int], str]) -> AbstractContextManager[object]:
         """See ``recompute.Saving``."""
         kept = nullcontext() if self.inputs is None else self.inputs.saving()
-        if self.partition is None:
-            return kept
         both = ExitStack()
         both.enter_context(self.partition.inputs(unit.name, self.where, given, name))
         both.enter_context(kept)
@@ -172,8 +168,6 @@ class SavedParameters:
         Raises:
             DivergenceError: what ranks should hold alike they do not.
         """
-        if self.partition is None:
-            return
         if failed:
             self.partition.abandon()
         else:
@@ -181,8 +175,7 @@ class SavedParameters:
 
     def backward_over(self) -> None:
         """What was gathered ahead of it and never asked for goes."""
-        if self.partition is not None:
-            self.partition.drop_unasked()
+        self.partition.drop_unasked()
 
     def part(self) -> None:
         """The attachment is over; a graph that somebody keeps refers to this, and must not keep the model."""
@@ -226,7 +219,8 @@ class SavedParameters:
     def enter(self) -> None:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._outer = cast("Pair | None", tuple(outer)) if outer is not None else None
-        stash, partition = (self.stash, self.partition) if self._outer is None else (None, None)
+        stash = self.stash if self._outer is None else None
+        partition = self.partition if self._outer is None and self.partition.divides else None
         counts = self.residual.counts and self._outer is None
         self.residual.stale |= not self.residual.counts
         if partition is not None:
@@ -240,21 +234,20 @@ class SavedParameters:
         torch._C._autograd._push_saved_tensors_default_hooks(*self._pair(self._outer, stash, partition, count))
 
     def exit(self, failed: bool) -> None:
-        if self.partition is not None:
-            self.partition.active = False
+        self.partition.active = False
         torch._C._autograd._pop_saved_tensors_default_hooks()
         self.residual.end(failed=failed)
 
     def _pair(
-        self, outer: Pair | None, stash: Stash | None, partition: Partition | None, count: Residual | None
+        self, outer: Pair | None, stash: Stash | None, partition: Undivided | None, count: Residual | None
     ) -> Pair:
         live, address = self._live, torch._C._storage_address  # type: ignore[attr-defined]
         inputs = self.inputs if outer is None else None
 
         def pack(tensor: Tensor) -> Any:
-            cut = partition.take(tensor) if partition is not None else None
-            if cut is not None:
-                return self._counted(cut, stash, count)
+            divided = partition.take(tensor, count) if partition is not None else None
+            if divided is not None:
+                return divided
             if is_divided(tensor):
                 part, spec, version = part_of(tensor), cast(Any, tensor)._spec, int(tensor._version)
                 if live.get(address(part)) is not None:
@@ -292,7 +285,7 @@ class SavedParameters:
                 return cast(Tensor, packed.again(unpack(packed.part)))
             if outer is not None:
                 return outer[1](packed)
-            if kind is KeptInput:
+            if kind is DividedInput:
                 return self._whole(packed)
             if kind is Saved or kind is Input:
                 if packed.probe._version != packed.version:
@@ -308,22 +301,15 @@ class SavedParameters:
 
         return pack, unpack
 
-    def _whole(self, part: KeptInput) -> Tensor:
+    def _whole(self, part: DividedInput) -> Tensor:
         if part.probe._version != part.version:
-            raise modified(f"tensor of shape {list(part.form.shape)}", part.probe._version, part.version)
+            raise modified(f"tensor of shape {list(part.shape)}", part.probe._version, part.version)
         if self.parted:
             raise AttachError(
-                f"Cannot run {part.slot.key} backward. Expected backward before detach, found inputs that are partitioned over "
+                f"Cannot run {part.key} backward. Expected backward before detach, found inputs that are partitioned over "
                 "ranks which no longer exchange them. Run backward() first, or the forward again."
             )
-        return part.owner.open(part)
-
-    def _counted(self, part: KeptInput, stash: Stash | None, count: Residual | None) -> KeptInput:
-        if count is not None and part.cut.shard is not None:
-            part.cut.counted = count.keep(part.cut.shard)
-        elif count is not None and stash is not None:
-            count.stashed(stash)
-        return part
+        return part.open()
 
     def _stashes(self, stash: Stash, tensor: Tensor) -> bool:
         """See Note [What is stashed]."""

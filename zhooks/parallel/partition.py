@@ -1,7 +1,7 @@
 """Pa: what a recomputed unit was given is kept as 1/t on each of t ranks that hold it alike, and gathered for backward.
 
-``recompute.py`` says when a unit's inputs pass, ``saved.py`` hands them over and asks for them again; the stash takes the
-ranges where activations have a tier.  It is one of the callers of ``comm/choose_transport.py`` and never runs a unit.
+``activation/saved.py`` hands over what a unit is given, and asks for it again; the stash takes the ranges where activations
+have a tier.
 
 Source: ZeRO, arXiv:1910.02054, section 6.1.
 
@@ -24,24 +24,24 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from offload.errors import AttachError, DivergenceError
+from offload.errors import DivergenceError
 from offload.events import HERE, Bus
-from offload.policy import Policy
 from offload.stash import Stash
 from offload.virtual import NAME as VIRTUAL
 from offload.virtual import running
 from offload.work import during
 from zhooks import tree
-from zhooks.activation.divided import HEADER, Cut, Form, Slot, cut_layout, form_of, local_of, values_of
-from zhooks.activation.replication import Left, Replication, TakenAlike
-from zhooks.comm import DONE, GATHER, Call, Comm, Transport, Work
-from zhooks.layout import TP
+from zhooks.activation import DividedInput, Division, Residual, Undivided
+from zhooks.comm import DONE, GATHER, Call, Transport, Work
+from zhooks.parallel.divided import HEADER, Cut, Form, Slot, cut_layout, form_of, local_of, values_of
+from zhooks.parallel.replication import Left, Replication, TakenAlike
 
-__all__ = ["KeptInput", "Owners", "Partition", "buffers_of", "check_axis", "open_partition"]
+__all__ = ["open_partition"]
 
 
 @dataclass(slots=True, eq=False)
@@ -62,17 +62,14 @@ class _Pass:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptInput:
-    """What autograd keeps of an input; ``probe`` is an empty tensor that shares the original's version counter."""
+class _Kept:
+    """An input that autograd keeps, and where in the forward it was saved."""
 
-    owner: Partition
     cut: Cut
     slot: Slot
     passed: _Pass
     at: int
     form: Form
-    probe: Tensor
-    version: int
 
 
 @dataclass(slots=True, eq=False)
@@ -114,16 +111,16 @@ class Owners:
     holds: Callable[[int], bool]
 
 
-class Partition:
+class Partition(Undivided):
     """The cut activations of one attachment."""
+
+    divides = True
 
     def __init__(
         self, axis: Transport, data: Transport, stash: Stash | None, bounds: Bounds, bus: Bus, owners: Owners
     ) -> None:
         self._axis, self._stash, self._bounds, self._bus, self._owners = axis, stash, bounds, bus, owners
         self._replication = TakenAlike() if axis.name == VIRTUAL else Replication(axis, data)
-        #: Ours are the hooks that see what a unit is given; set around a forward.
-        self.active = False
         self._pass = _Pass("")
         self._open: str | None = None
         self._unit: _Unit | None = None
@@ -201,8 +198,7 @@ class Partition:
         return address in self._buffers or self._owners.holds(address)
 
     @torch.no_grad()
-    def take(self, tensor: Tensor) -> KeptInput | None:
-        """Cut what autograd is about to save; None where it is no input of a unit, or is left alone."""
+    def take(self, tensor: Tensor, count: Residual | None) -> DividedInput | None:
         unit, mine = self._unit, self._mine.get(id(tensor))
         if unit is None or mine is None:
             return None
@@ -223,7 +219,12 @@ class Partition:
                 unit.slots.append(slot)
             probe = local.detach()
             probe.data = torch.empty(0, dtype=local.dtype, device=local.device)
-        return KeptInput(self, cut, slot, self._pass, len(self._pass.units) - 1, form, probe, local._version)
+        if count is not None and cut.shard is not None:
+            cut.counted = count.keep(cut.shard)
+        elif count is not None and self._stash is not None:
+            count.stashed(self._stash)
+        kept = _Kept(cut, slot, self._pass, len(self._pass.units) - 1, form)
+        return DividedInput(slot.key, form.shape, partial(self._open_again, kept), probe, local._version)
 
     def _keep(self, cut: Cut, slot: Slot) -> None:
         slot.cut = weakref.ref(cut)
@@ -238,7 +239,7 @@ class Partition:
 
     # Backward.
 
-    def open(self, part: KeptInput) -> Tensor:
+    def _open_again(self, part: _Kept) -> Tensor:
         """The input again; what backward is likely to ask for next is set on its way.  Collective.
 
         Raises:
@@ -257,7 +258,7 @@ class Partition:
                 self._drop(gather)
             return part.form.view(gather.full)
 
-    def _start(self, part: KeptInput) -> None:
+    def _start(self, part: _Kept) -> None:
         """Start what is asked for, with the other inputs of its unit, and those of the units before; see Note [Ahead]."""
         units, at = part.passed.units, part.at
         again = units[at].opened == self._backward
@@ -381,29 +382,16 @@ def _numbers(row: Tensor, slot: Slot) -> list[int]:
     return [slot.number] * len(row)
 
 
-def check_axis(policy: Policy, names: Sequence[str]) -> None:
-    """What [activation] partition names is an axis of the mesh, one of ``names``.
-
-    Raises:
-        AttachError: it is not.
-    """
-    wanted = policy.activation.partition
-    if wanted != "none" and wanted not in names:
-        raise AttachError(
-            f'[activation] partition needs an axis named "{wanted}" in the mesh, found {", ".join(names)}. Attach '
-            f'with mesh = init_device_mesh(..., mesh_dim_names=("dp", "{wanted}")), or set partition = "none".'
-        )
-
-
-def open_partition(
-    policy: Policy, comm: Comm, stash: Stash | None, bus: Bus, owners: Owners, model: torch.nn.Module
-) -> Partition | None:
-    """What cuts the inputs of units; None where the policy does not, or the axis has one rank."""
-    chosen = policy.activation
-    if chosen.partition != TP or comm.tp.axis.world == 1:
-        return None
-    bounds = Bounds(chosen.min_bytes, policy.schedule.prefetch, Left.of(model, chosen.sharded_inputs))
-    return Partition(comm.tp, comm.world, stash, bounds, bus, owners)
+def open_partition(division: Division) -> Undivided:
+    """What cuts the inputs of units; where the axis has one rank, nothing."""
+    policy, comm = division.policy, division.comm
+    if comm.tp.axis.world == 1:
+        return Undivided()
+    bounds = Bounds(
+        policy.activation.min_bytes, policy.schedule.prefetch, Left.of(division.model, policy.activation.sharded_inputs)
+    )
+    owners = Owners(partial(buffers_of, division.model), division.holds)
+    return Partition(comm.tp, comm.world, division.stash, bounds, division.bus, owners)
 
 
 def buffers_of(model: torch.nn.Module) -> set[int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offload.errors import PolicyError
 from offload.policy import Policy
-from zhooks.activation.divided import HEADER, Cut, Slot, cut_layout, form_of, values_of
+from zhooks.parallel.divided import HEADER, Cut, Slot, cut_layout, form_of, values_of
 
 
 def base(dtype: torch.dtype = torch.float32) -> Tensor:
