@@ -37,7 +37,7 @@ SECONDS: Mapping[str, float] = {
     "parity/test_oracle.py": 9, "zhooks/optim/test_device_share.py": 8, "zprof/test_recorder.py": 8, "zprof/test_nvml.py": 8,
     "zhooks/grad/test_accumulate.py": 8, "zhooks/grad/test_reduce_order.py": 8, "zhooks/comm/test_lost_rank.py": 8,
     "architectures/test_architectures.py": 8, "zhooks/optim/test_overlap.py": 8, "zhooks/plan/test_bad_input.py": 7,
-    "zhooks/comm/test_group_store.py": 7, "zhooks/run/test_members.py": 7, "zhooks/report/test_replica_checks.py": 7,
+    "zhooks/comm/test_group_store.py": 7, "zhooks/run/test_members.py": 7, "zhooks/resilience/test_replica_checks.py": 7,
     "zhooks/integrations/test_save_pretrained.py": 7, "zhooks/unit/test_buffers.py": 7, "accelerator/test_device.py": 7,
     "parity/test_autograd.py": 7, "parity/test_unusual_models.py": 7, "offload/store/test_store_faults.py": 7,
     "zhooks/activation/test_activation_recompute.py": 7, "zprof/test_top.py": 6, "parity/test_training_loops.py": 6,

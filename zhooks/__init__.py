@@ -27,12 +27,14 @@ from offload.policy import Policy
 from zhooks.activation import DIVIDERS as _DIVIDERS
 from zhooks.attach import Attachment, attach
 from zhooks.attachment import CHOOSERS as _CHOOSERS
+from zhooks.attachment import WATCHES as _WATCHES
 from zhooks.attachment import Recovery
 from zhooks.checkpoint import Saving, latest
 from zhooks.comm import OPENERS as _OPENERS
 from zhooks.cpu_transport import between_cpus as _between_cpus
 from zhooks.integrations import from_pretrained
 from zhooks.parallel import open_partition as _open_partition
+from zhooks.resilience import ReplicaChecks as _ReplicaChecks
 from zhooks.simulate import Proposals, Simulation, Slowdown, find_policy, simulate
 from zhooks.simulate import chosen_for as _chosen_for
 from zhooks.simulate import on_paper as _on_paper
@@ -75,6 +77,7 @@ __all__ = [
 _OPENERS += [_between_cpus, _on_paper]
 _CHOOSERS.append(_chosen_for)
 _DIVIDERS["tp"] = _open_partition
+_WATCHES.append(_ReplicaChecks)
 
 # Tracebacks, logs and pickles name them as users import them.  Without this package, `offload` has them under its own name.
 for _name in _errors.__all__:

@@ -23,6 +23,7 @@ from offload.policy import Policy
 from offload.virtual import NAME
 from zhooks.attachment import (
     CHOOSERS,
+    WATCHES,
     Changeable,
     Chosen,
     Controlled,
@@ -31,6 +32,7 @@ from zhooks.attachment import (
     Replicated,
     Resumable,
     Running,
+    Watched,
     spanned,
 )
 from zhooks.build import build_units, open_tiers, restore_units
@@ -46,7 +48,6 @@ from zhooks.report import (
     MemoryReport,
     NonFinite,
     Observation,
-    ReplicaChecks,
     describe,
     memory_report,
     state_held,
@@ -194,8 +195,8 @@ class Attachment(
         begin(scaling)
         self._nonfinite = NonFinite(self._comm, self._units, runtime, self._steps, virtual=self._device.type == NAME)
         begin(self._nonfinite, self.policy)
-        alike = partial(self._optimizers.agreed, "compare replicas")
-        self._replica_checks = ReplicaChecks(self._comm, self._bus, self._units, self._steps, alike, self._ignored)
+        watched = Watched(self._comm, self._bus, self._units, self._steps, self._optimizers.agreed, self._ignored)
+        self._watches = [make(watched) for make in WATCHES]
         undo.callback(lambda: self._tiers.end_steps())
         closures = Closures(
             self._comm.world, lambda: self.policy.gradient.reduce == "mean", lambda: runtime.reducer.idle
@@ -218,9 +219,10 @@ class Attachment(
         self._comm.failure.ask(self._progress)
         self._bus.stated_by(self._state_held)
         # Stages of a pipeline would wait for each other at other moments.
-        self._review = None if choice is None or self._comm.pipelined else choice.review(self._running())
-        if self._review is not None:
-            undo.callback(self._review.close)
+        if choice is not None and not self._comm.pipelined:
+            self._watches.append(choice.review(self._running()))
+        for watch in self._watches:
+            undo.callback(watch.close)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """For who takes it for a wrapper, as other libraries return one."""
@@ -251,9 +253,8 @@ class Attachment(
         if self._comm.failure.verdict is None:
             self._steps.go_on()
         self._steps.training_begins()
-        self._replica_checks.training_begins(self.policy.resilience.check_every)
-        if self._review is not None:
-            self._review.training_begins()
+        for watch in self._watches:
+            watch.training_begins(self.policy)
 
     def _progress(self) -> Progress:
         runtime = self._runtime

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from zhooks.attachment.change import Changeable
-from zhooks.attachment.choice import CHOOSERS, Chosen, Review, Running
+from zhooks.attachment.choice import CHOOSERS, Chosen, Running
 from zhooks.attachment.control import Controlled
 from zhooks.attachment.peers import Resumable
 from zhooks.attachment.preemption import Preemptible
 from zhooks.attachment.recovery import Recovering, Recovery
 from zhooks.attachment.replicas import Replicated
 from zhooks.attachment.spans import spanned
+from zhooks.attachment.watch import WATCHES, Watch, Watched
 
 __all__ = [
     "CHOOSERS",
+    "WATCHES",
     "Changeable",
     "Chosen",
     "Controlled",
@@ -21,7 +23,8 @@ __all__ = [
     "Recovery",
     "Replicated",
     "Resumable",
-    "Review",
     "Running",
+    "Watch",
+    "Watched",
     "spanned",
 ]

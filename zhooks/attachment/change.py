@@ -20,16 +20,26 @@ from offload.errors import AttachError, CapabilityError, DivergenceError, Policy
 from offload.events import Bus
 from offload.policy import Policy
 from zhooks.activation import check_axis
-from zhooks.attachment.choice import Review
 from zhooks.attachment.spans import spanned
+from zhooks.attachment.watch import Watch
 from zhooks.build import BuildContext, Tiers, relayout_units
 from zhooks.checkpoint import check_owned, own_anew
 from zhooks.comm import Comm, ControlPlane, another_mesh, close_unused, policy_facts, rearranged
 from zhooks.compiled import uncompiled
 from zhooks.layout import PP, TP, Ignored, Mesh, Table, UnitPlan
 from zhooks.optim import Optimizers, Rounding, Steps
-from zhooks.plan import DeviceBudget, Headroom, Layouts, check_change, check_ignored, check_scaled, rest_reserve, shards_reserve
-from zhooks.report import NonFinite, check_resilience, warn_of_unmatched
+from zhooks.plan import (
+    DeviceBudget,
+    Headroom,
+    Layouts,
+    check_change,
+    check_ignored,
+    check_resilience,
+    check_scaled,
+    rest_reserve,
+    shards_reserve,
+)
+from zhooks.report import NonFinite, warn_of_unmatched
 from zhooks.run import Casts, Choices, Map, Runtime, chart
 from zhooks.unit import Links, Pool, Unit
 
@@ -67,7 +77,7 @@ class Changeable:
     _device_budget: DeviceBudget
     _casts: Casts
     _ignored: Ignored
-    _review: Review | None
+    _watches: list[Watch]
     _why: str
     _torn: bool
 
@@ -151,8 +161,8 @@ class Changeable:
         """
         self._check_attached("apply")
         self._change(policy, mesh)
-        if self._review is not None:
-            self._review.close()
+        for watch in self._watches:
+            watch.applied()
 
     @spanned("apply")
     def _change(self, policy: Policy | str | Path | dict[str, Any] | None, mesh: DeviceMesh | None = None) -> None:

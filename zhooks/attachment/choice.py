@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from offload.events import Bus
 from offload.policy import Policy
 from offload.tier import Tier
+from zhooks.attachment.watch import Watch
 from zhooks.comm import Comm
 from zhooks.plan import Request
 
@@ -39,19 +40,11 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Review:
-    """The choice, looked at again: asked where a training pass begins on every rank, collective; closed by any later call."""
-
-    training_begins: Callable[[], None]
-    close: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Chosen:
     """The request with the policy that was chosen, and who looks at it again once the model is attached."""
 
     request: Request
-    review: Callable[[Running], Review]
+    review: Callable[[Running], Watch]
 
 
 #: What chooses a policy for a request that leaves it open.  Collective.

@@ -22,11 +22,10 @@ from offload.device import computes_on_host
 from offload.errors import CapabilityError, DivergenceError
 from offload.events import Bus
 from offload.policy import Policy
-from zhooks.attachment.choice import Review
+from zhooks.attachment.watch import Watch
 from zhooks.checkpoint import Saving
 from zhooks.comm import Comm, Meeting, reopen_comm
 from zhooks.optim import Optimizers, Steps
-from zhooks.report import ReplicaChecks
 from zhooks.run import Runtime
 
 __all__ = ["Recovering", "Recovery"]
@@ -61,8 +60,7 @@ class Recovering:
     _runtime: Runtime
     _optimizers: Optimizers
     _steps: Steps
-    _replica_checks: ReplicaChecks
-    _review: Review | None
+    _watches: list[Watch]
     _check_attached: Callable[[str], None]
     _saving: Saving | None
     #: Why nothing but a load may come next; "" where there is no reason.
@@ -113,10 +111,8 @@ class Recovering:
         finally:
             self._bus.end("recover", "all ranks")
         self._optimizers.meet_again()
-        self._replica_checks.meet_again()
-        if self._review is not None:
-            # Ranks may have counted other steps towards it.
-            self._review.close()
+        for watch in self._watches:
+            watch.meet_again()
         stage = self._comm.stage.axis
         ours = [every[rank] for rank in stage.ranks]
         if saving and not all(one["saving"] for one in ours) and self._saving is not None:
@@ -159,7 +155,8 @@ class Recovering:
         """Every rank has what a checkpoint says."""
         self._apart = ""
         self._steps.begin_anew()
-        self._replica_checks.begin_anew()
+        for watch in self._watches:
+            watch.begin_anew()
 
 
 def _stages_apart(stages: Sequence[dict[int, dict[str, Any]]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zhooks.plan.arena import rest_reserve, shards_reserve
-from zhooks.plan.checks import check_holds, check_ignored, check_module, check_scaled
+from zhooks.plan.checks import check_holds, check_ignored, check_module, check_resilience, check_scaled
 from zhooks.plan.device_budget import DeviceBudget, Headroom, device_floor, ignored_here
 from zhooks.plan.initialisers import initialiser_of, is_meta
 from zhooks.plan.layouts import STAGED_NBYTES, Layouts
@@ -29,6 +29,7 @@ __all__ = [
     "check_holds",
     "check_ignored",
     "check_module",
+    "check_resilience",
     "check_scaled",
     "device_floor",
     "ignored_here",

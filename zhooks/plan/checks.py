@@ -22,7 +22,7 @@ from offload.policy import Policy
 from offload.text import counted, shown
 from zhooks import tree
 from zhooks.comm import CONTROL, Call, Comm, ControlPlane, Transport, by_rank, text_digest
-from zhooks.layout import Axis, Division, Group, Ignored, Mesh, is_divided, part_of
+from zhooks.layout import EP, PP, Axis, Division, Group, Ignored, Mesh, is_divided, part_of
 from zhooks.optim import holders, holds, partitions
 from zhooks.plan.initialisers import is_meta
 from zhooks.run import Before, wrapper
@@ -431,4 +431,20 @@ def check_scaled(model: nn.Module, policy: Policy, ignored: Ignored) -> None:
         raise AttachError(
             f"[precision] loss_scale needs fp32 parameters, found {_some(half)} in fp16. Build the "
             'model in fp32 and set [precision] param = "fp16".'
+        )
+
+
+def check_resilience(policy: Policy, names: Sequence[str]) -> None:
+    """What ``policy`` compares is compared between the ranks of one stage, which raise alone.
+
+    Raises:
+        AttachError: the mesh has an axis, one of ``names``, over which ranks train other parameters at other moments.
+    """
+    apart = [name for name in names if name in (PP, EP)]
+    chosen = policy.resilience
+    key = "check_every" if chosen.check_every is not None else "nonfinite" if chosen.nonfinite != "ignore" else ""
+    if key and apart:
+        raise AttachError(
+            f"[resilience] {key} needs a mesh whose ranks all train one model together, found the axis "
+            f"{apart[0]}, whose other ranks would wait for those that have raised. Leave it unset."
         )

@@ -28,11 +28,11 @@ from zhooks.plan.checks import (
     check_model,
     check_module,
     check_optimizer,
+    check_resilience,
     check_scaled,
 )
 from zhooks.plan.initialisers import check_initialisers
 from zhooks.plan.overlaps import check_own_memory
-from zhooks.report import check_resilience
 from zhooks.tensor import ShardedTensor
 
 __all__ = ["Request", "read"]

@@ -10,7 +10,6 @@ from zhooks.report.memory import MemoryReport, memory_report
 from zhooks.report.noise_scale import NoiseEstimate, NoiseScale
 from zhooks.report.nonfinite import NonFinite
 from zhooks.report.observe import Observation, state_held
-from zhooks.report.replica_checks import ReplicaChecks, check_resilience
 from zhooks.report.unmatched import warn_of_unmatched
 
 __all__ = [
@@ -22,8 +21,6 @@ __all__ = [
     "NoiseScale",
     "NonFinite",
     "Observation",
-    "ReplicaChecks",
-    "check_resilience",
     "describe",
     "memory_report",
     "state_held",

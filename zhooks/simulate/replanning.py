@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ from torch.optim import Optimizer
 
 from offload.device import open_device
 from offload.events import Event
+from offload.policy import Policy
 from offload.text import as_size
 from offload.tier import Tier
 from zhooks import tree
-from zhooks.attachment import Chosen, Review, Running
+from zhooks.attachment import Chosen, Running
 from zhooks.comm import Comm, ControlPlane
 from zhooks.layout import FLATS
 from zhooks.optim import closure_of, holds, watch_steps
@@ -81,12 +83,7 @@ def chosen_for(request: Request, comm: Comm) -> Chosen:
         BudgetError: no placement fits; with the least memory that one needs, on every rank.
     """
     choice = choose(request, comm)
-
-    def review(running: Running) -> Review:
-        replanning = Replanning(choice, running)
-        return Review(replanning.training_begins, replanning.close)
-
-    return Chosen(choice.request, review)
+    return Chosen(choice.request, partial(Replanning, choice))
 
 
 class Replanning:
@@ -125,7 +122,17 @@ class Replanning:
     def _is_ours(self, optimizer: Optimizer) -> bool:
         return holds(optimizer, tree.parameters(self._choice.request.model))
 
-    def training_begins(self) -> None:
+    def applied(self) -> None:
+        self.close()
+
+    def meet_again(self) -> None:
+        # Ranks may have counted other steps towards it.
+        self.close()
+
+    def begin_anew(self) -> None:
+        return None
+
+    def training_begins(self, policy: Policy) -> None:
         """A training pass begins on every rank.  Collective after each step from the third on, until it is over."""
         if not self._stepped or self._over:
             if not self._over and not self._steps:

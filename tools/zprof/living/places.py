@@ -29,7 +29,7 @@ _HERE = Path(__file__).resolve().parents[1]
 _OURS = (f"{_HERE}/", *(f"{folder}/{name}/" for folder in _HERE.parents[:2] for name in ("zhooks", "offload")))
 #: The same of another checkout, whose folder may hold the user's scripts too.
 _OURS_ELSEWHERE = re.compile(
-    r"/(?:zhooks/(?:activation|attachment|build|checkpoint|comm|cpu_transport|grad|integrations|optim|run|tensor|unit)"
+    r"/(?:zhooks/(?:activation|attachment|build|checkpoint|comm|cpu_transport|grad|integrations|optim|parallel|run|tensor|unit)"
     r"|zprof/(?:recording|running)"
     r"|offload/(?:device|disk|memory|stash|store))/\w+\.py$",
     re.ASCII,

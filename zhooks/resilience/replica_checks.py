@@ -1,7 +1,7 @@
 """Whether ranks that hold the same masters and optimizer states still do: checksums, compared every so many steps.
 
-``attach.py`` asks where a training pass begins.  What differs (a device that computes or keeps wrongly, values changed on one
-rank alone) is named by buffer, parameter and rank.  It never changes or moves a value.
+``ReplicaChecks`` is one of ``attachment.WATCHES``.  What differs (a device that computes or keeps wrongly, values changed on
+one rank alone) is named by buffer, parameter and rank.  It never changes or moves a value.
 
 Note: [What is compared]
     At stage 0 every rank holds all masters and states, at the others a rank of ``replicate`` the same ranges as its replicas;
@@ -21,18 +21,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.errors import AttachError, DivergenceError
-from offload.events import Bus
+from offload.errors import DivergenceError
 from offload.policy import Policy
 from offload.shards import digest
 from offload.virtual import NAME
-from zhooks.comm import CONTROL, Call, Comm, Transport, text_digest
-from zhooks.layout import EP, PP, Ignored
-from zhooks.optim import Steps
+from zhooks.attachment import Watched
+from zhooks.comm import CONTROL, Call, Transport, text_digest
 from zhooks.tensor import ShardedTensor, hash_of
-from zhooks.unit import Flat, Unit
+from zhooks.unit import Flat
 
-__all__ = ["ReplicaChecks", "check_resilience"]
+__all__ = ["ReplicaChecks"]
 
 _NONE = torch.iinfo(torch.int64).min
 #: Of a parameter that is trained; no digest is negative.
@@ -40,25 +38,11 @@ _TRAINED = -1
 
 
 class ReplicaChecks:
-    """[resilience] check_every, for one attachment.
+    """[resilience] check_every, for one attachment."""
 
-    Args:
-        units: those of the attachment, as they are laid out now.
-        optimizers: those that all ranks know, in one order.  Collective.
-        ignored: what the attachment leaves alone, the same on every rank.
-    """
-
-    def __init__(
-        self,
-        comm: Comm,
-        bus: Bus,
-        units: Sequence[Unit],
-        steps: Steps,
-        optimizers: Callable[[], Sequence[Optimizer]],
-        ignored: Ignored,
-    ) -> None:
-        self._comm, self._bus, self._units, self._steps, self._optimizers = comm, bus, units, steps, optimizers
-        self._ignored = ignored
+    def __init__(self, watched: Watched) -> None:
+        self._comm, self._bus, self._units, self._steps = watched.comm, watched.bus, watched.units, watched.steps
+        self._optimizers, self._ignored = watched.optimizers, watched.ignored
         #: Frozen ones that were equal on all ranks; None before the first comparison.
         self._frozen: frozenset[str] | None = None
         self._checked, self._equal, self._asked = 0, 0, False
@@ -67,13 +51,13 @@ class ReplicaChecks:
         """A checkpoint was loaded, and steps are counted from there."""
         self._checked, self._equal, self._frozen = 0, 0, None
 
-    def training_begins(self, every: int | None) -> None:
+    def training_begins(self, policy: Policy) -> None:
         """A training pass begins: compare, if it is time.  Collective then.
 
         Raises:
             DivergenceError: ranks that should hold the same do not; on every rank, and nothing has been changed.
         """
-        now = self._steps.number
+        every, now = policy.resilience.check_every, self._steps.number
         if every is None or (now - self._checked < every and not self._asked):
             return
         self._checked, self._asked = now, False
@@ -83,7 +67,7 @@ class ReplicaChecks:
         if not (flats or self._ignored.params) or any(flat.kind.device.type == NAME for flat in here):
             return
         if flats:
-            optimizers = self._optimizers()
+            optimizers = self._optimizers("compare replicas")
             digests = [_number(values(flat, optimizers)) for flat in flats]
             if not self._alike(flats, digests):
                 raise DivergenceError(self._words(flats, digests, optimizers))
@@ -95,6 +79,12 @@ class ReplicaChecks:
     def meet_again(self) -> None:
         """Ranks may have compared at different passes: all do at the next one."""
         self._asked = True
+
+    def applied(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
 
     def _axis(self, flat: Flat) -> Transport:
         """The ranks that hold the same of a flat buffer."""
@@ -252,19 +242,3 @@ def _groups(places: Sequence[Sequence[int]], table: Sequence[Sequence[int]], at:
     for rank, row in enumerate(places):
         groups.setdefault(row[at], []).append(rank)
     return [group for group in groups.values() if len({table[rank][at] for rank in group}) > 1]
-
-
-def check_resilience(policy: Policy, names: Sequence[str]) -> None:
-    """What ``policy`` compares is compared between the ranks of one stage, which raise alone.
-
-    Raises:
-        AttachError: the mesh has an axis, one of ``names``, over which ranks train other parameters at other moments.
-    """
-    apart = [name for name in names if name in (PP, EP)]
-    chosen = policy.resilience
-    key = "check_every" if chosen.check_every is not None else "nonfinite" if chosen.nonfinite != "ignore" else ""
-    if key and apart:
-        raise AttachError(
-            f"[resilience] {key} needs a mesh whose ranks all train one model together, found the axis "
-            f"{apart[0]}, whose other ranks would wait for those that have raised. Leave it unset."
-        )
