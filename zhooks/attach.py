@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from offload.device import bus_of
-from offload.errors import AttachError, DivergenceError
+from offload.errors import AttachError, CapabilityError, DivergenceError
 from offload.events import Observer
 from offload.policy import Policy
 from offload.virtual import NAME
@@ -107,6 +107,8 @@ def attach_requested(request: Callable[[], Request]) -> Attachment:
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as span, ExitStack() as undo:
         try:
             asked = request()
+            if asked.automatic and not CHOOSERS:
+                raise CapabilityError('policy = "auto" needs the package zhooks.simulate. Import zhooks.')
         except Exception as error:
             # The others raise it where they compare settings.
             if meeting is not None:
