@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zhooks
 from offload.budget import Bound, Machine
+from offload.errors import CapabilityError
 from offload.events import Recorder
 from offload.text import parse_size
 from tests.support.on_ranks import from_first, on_ranks, place
@@ -50,6 +52,16 @@ def test_training_under_the_chosen_policy_is_plain_training_bit_for_bit() -> Non
     given, _ = trained(None)
     assert all(torch.equal(a, b) for a, b in zip(chosen, given, strict=True))
     assert 'policy = "auto" chose stage' in attachment.describe()
+
+
+@on_ranks(2)
+def test_without_a_package_that_chooses_it_is_refused_on_all_ranks() -> None:
+    rank, _ = place()
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            patched.setattr(import_module("zhooks.attach"), "CHOOSERS", [])
+        with pytest.raises(CapabilityError, match=r"needs the package zhooks\.simulate"):
+            trained("auto")
 
 
 @on_ranks(2)
