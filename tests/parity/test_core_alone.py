@@ -20,14 +20,23 @@ from tests.parity.core_alone import PLUGGED
 from tests.support.paths import ROOT
 
 TIMEOUT_S = 600
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_core_trains_without_the_packages_that_plug_into_it(world: int, tmp_path: Path) -> None:
+EVERY = tuple(product((1, 2, 3), ("device", "host", "disk")))
+FEW = ((1, "host"), (2, "disk"), (3, "device"))
+
+
+@pytest.mark.parametrize(
+    ("world", "placed"), [(1, FEW[2:]), (2, FEW), pytest.param(1, EVERY, marks=SLOW), pytest.param(2, EVERY, marks=SLOW)]
+)
+def test_the_core_trains_without_the_packages_that_plug_into_it(
+    world: int, placed: tuple[tuple[int, str], ...], tmp_path: Path
+) -> None:
     assert {"cpu_transport", "simulate", "integrations"} <= set(PLUGGED)
     cells = [
         Cell("gpt", stage, world=world, accumulation="twice", optimizer="adamw", tier=tier)
-        for stage, tier in product((1, 2, 3), ("device", "host", "disk"))
+        for stage, tier in placed
     ]
     names = [cell.name for cell in cells]
     program = [sys.executable, "-m", "tests.parity.core_alone"]
