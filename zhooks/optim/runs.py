@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from zhooks.tensor import ShardedTensor
 
-__all__ = ["Run", "runs_of", "step_runs"]
+__all__ = ["runs_of", "step_runs"]
 
 States = dict[Any, Any]
 
@@ -138,26 +138,22 @@ def step_runs(optimizer: Optimizer, runs: Sequence[Run], step: Callable[[Sequenc
 
 def _give_back(optimizer: Optimizer, run: Run, given: States, found: States) -> Iterator[Any]:
     """The states that the step left, to each parameter; returns what it has written."""
-    numbers: list[tuple[list[Any], Any]] = []
     kept: list[States] = [optimizer.state[param] for param in run.params] if found else run.states
     for key, value in found.items():
+        in_place = key in given and value is given[key]
         if isinstance(value, Tensor) and value.dim():
-            if value is given.get(key):
+            if in_place:
                 yield from (states[key] for states in kept)
                 continue
             for param, states, own in zip(run.params, kept, run.split(value), strict=True):
                 states[key] = ShardedTensor(own, param._spec, device=param._on)
-        elif isinstance(value, Tensor):
-            if value is not given.get(key):
-                for states in kept:
-                    states[key] = value.clone()
-            elif len(kept) > 1:
-                numbers.append(([states[key] for states in kept[1:]], value))
+        elif isinstance(value, Tensor) and in_place:
+            others = [states[key] for states in kept[1:]]
+            if others:
+                torch._foreach_copy_(others, [value] * len(others))
         else:
             for states in kept:
-                states[key] = value
-    for others, value in numbers:
-        torch._foreach_copy_(others, [value] * len(others))
+                states[key] = value.clone() if isinstance(value, Tensor) else value
     yield from run.params
 
 
