@@ -18,14 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zhooks
 from tests.support.on_ranks import on_ranks, place
+from tests.support.small_net import net, steps
 from tests.support.values import full, same, sharded
 from zhooks.cpu_transport import shared_memory
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-
 
 OTHERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (r"stage = 3 on rank 0 and stage = 2 on rank 1", {"stage": 3}, {"stage": 2}),
@@ -153,14 +148,6 @@ def test_a_rank_that_never_comes_is_named_whatever_the_store(
 
 
 # ---- after attach
-
-
-def steps(model: nn.Module) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(torch.ones(2, 6)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @on_ranks(2)

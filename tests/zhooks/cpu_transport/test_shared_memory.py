@@ -12,26 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
 import zhooks
 from tests.support.on_ranks import on_ranks, place
+from tests.support.small_net import net, steps
 from zhooks.cpu_transport import shared_memory
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
-def steps(model: nn.Module) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(torch.ones(2, 6)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pytest.mark.slow
