@@ -178,7 +178,7 @@ class Attachment(
         self._device_budget = DeviceBudget(
             self._comm, self._units, self.policy, plan.headroom, self._keep_within, ignored_here(self._ignored, self._device)
         )
-        stock = StockState(self.model, self._units, self._comm, runtime.finish_backward, self._ignored)
+        stock = StockState(self.model, self._units, self._comm, runtime.conclude, self._ignored)
         owners = Owners(lambda: (flat for unit in self._units for flat in unit.flats), self._comm)
         self._optimizers = Optimizers(partial(self._ignored.parameters, self.model), self._comm.stage, stock, owners)
 
@@ -316,6 +316,7 @@ class Attachment(
         with self._runtime.laying_out():
             self._check_at_rest("detach")
             self._runtime.reducer.reduce_owed()
+            self._runtime.reducer.read_exchange()
             optimizers = self._optimizers.with_ranges("detach")
             self._runtime.members.barred = (
                 "forward expected a completed detach(), found one that failed halfway. Call detach() again."

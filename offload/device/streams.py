@@ -91,6 +91,11 @@ class OneStream:
         self._calls = calls
         self._stream: Any = None
 
+    @property
+    def queues(self) -> bool:
+        """There are streams: the host goes on before what it has queued is done."""
+        return self._calls is not None
+
     def work(self, given: Iterable[Tensor | None] = ()) -> AbstractContextManager[None]:
         """What is queued inside runs under the one stream, after what the current one has queued; ``given`` are tensors that
         it uses, whoever allocated them. Nothing on a CPU."""

@@ -73,7 +73,7 @@ class Preemptible(Stateful):
                 "preempted expected signals to catch, found none. Call attachment.catch_preemption() before the loop, "
                 "on every rank."
             )
-        self._runtime.finish_backward()
+        self._runtime.conclude()
         return self._preemption.everywhere()
 
     def exit_if_preempted(

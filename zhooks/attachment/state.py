@@ -76,7 +76,7 @@ class Stateful:
         self._check_attached(verb)
         if verb not in ("load", "resume"):
             self._check_whole(verb)
-        self._runtime.finish_backward()
+        self._runtime.conclude()
         self._runtime.reducer.updates_due(verb)
 
     @contextmanager

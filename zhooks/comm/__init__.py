@@ -6,7 +6,7 @@ from offload.work import DONE, Work
 from zhooks.comm.alone import Alone
 from zhooks.comm.choose_transport import OPENERS, Comm, Opening, open_comm, open_group, reopen_comm
 from zhooks.comm.chunks import Chunk, chunks_of, even, gather, in_order, norms_of_runs, own_ranges, read
-from zhooks.comm.control import ControlPlane, GatherControl, text_digest
+from zhooks.comm.control import ControlPlane, Exchange, GatherControl, text_digest
 from zhooks.comm.fetch_bytes import Move, Span, fetch
 from zhooks.comm.lost_rank import LOOK_S, SAME_ORDER, AgreedFailure, BackendWork, interrupt_group, machine
 from zhooks.comm.progress import LastInputs, Progress, by_rank
@@ -33,6 +33,7 @@ __all__ = [
     "Chunk",
     "Comm",
     "ControlPlane",
+    "Exchange",
     "Facts",
     "GatherControl",
     "LastInputs",

@@ -17,15 +17,17 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from offload.errors import CheckpointError, DivergenceError, ZhooksError
 from offload.text import as_size, shown_path
+from offload.work import Work
 from zhooks.comm.choose_transport import Comm
 from zhooks.comm.progress import Progress, describe_evaluations, describe_progress
 from zhooks.comm.rendezvous import Facts, difference, error_of
 from zhooks.comm.transport import CONTROL, Call, Transport
 
-__all__ = ["ControlPlane", "GatherControl", "text_digest"]
+__all__ = ["ControlPlane", "Exchange", "GatherControl", "text_digest"]
 
 T = TypeVar("T")
 #: The most characters of one rank's reason that the others repeat.
@@ -39,6 +41,18 @@ _UNBOUNDED = torch.iinfo(torch.int64).max
 def text_digest(text: str) -> int:
     """A number that stands for ``text`` in an exchange of int64."""
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=7).digest(), "little")
+
+
+class Exchange:
+    """An exchange of flags that has been started: ``numbers`` become the largest of any rank once ``work`` is done."""
+
+    def __init__(self, work: Work, numbers: Tensor) -> None:
+        self._work, self._numbers = work, numbers
+
+    def largest(self) -> list[int]:
+        """Of each number the largest of any rank, which waits until all have started the exchange."""
+        self._work.wait()
+        return list(self._numbers.tolist())
 
 
 class ControlPlane:
@@ -150,9 +164,12 @@ class ControlPlane:
 
     def any(self, flags: Sequence[int], of: str = "all ranks") -> list[int]:
         """Of each number, from 0 to 255, the largest of any rank."""
-        largest = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-        self._group.all_reduce(self._call("any", of), largest, "max")
-        return list(largest.tolist())
+        return self.begin(flags, of).largest()
+
+    def begin(self, flags: Sequence[int], of: str = "all ranks") -> Exchange:
+        """Start the same; between real ranks nobody waits before somebody reads it."""
+        numbers = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        return Exchange(self._group.start_all_reduce(self._call("any", of), numbers, "max"), numbers)
 
     def least(self, number: int | None) -> int | None:
         """The smallest number of any rank; None, which is no bound, where all have that."""
@@ -212,14 +229,32 @@ class GatherControl(ControlPlane):
         self._comm = comm
 
     def any(self, flags: Sequence[int], of: str = "all units") -> list[int]:
-        """As ``ControlPlane.any``.
+        """As ``ControlPlane.any``; raises as ``compare``."""
+        largest = self.begin(flags, of).largest()
+        self.compare(largest, len(flags), of)
+        return largest[: len(flags)]
+
+    def begin(self, flags: Sequence[int], of: str = "all units") -> Exchange:
+        return super().begin([*flags, *self._started()], of)
+
+    def compare(self, largest: Sequence[int], flags: int, of: str = "all units") -> None:
+        """Judge what an exchange of so many ``flags`` says of the gathers before it.  Collective.
 
         Raises:
             DivergenceError: on every rank, where ranks that gather together have not started the same gathers in one order.
         """
-        found = super().any([*flags, *self._started()], of)
-        self._check(found[len(flags) :], of)
-        return found[: len(flags)]
+        digests = largest[flags:]
+        for start in range(0, len(digests), 2 * _DIGEST_BYTES):
+            middle, end = start + _DIGEST_BYTES, start + 2 * _DIGEST_BYTES
+            both = zip(digests[start:middle], digests[middle:end], strict=True)
+            if any(one + other > 255 for one, other in both):
+                along = "" if of == "all units" else f" along {of}"
+                raise DivergenceError(
+                    "The ranks gathered different units, so that some computed with the values of others. Expected every rank "
+                    f"to gather the same units in the same order, found ranks that differ at the {self._verb}{along}. Let "
+                    "every rank run the same model code; where ranks drop layers, set [schedule] uneven = true. "
+                    f"{self._progress()} (Axis {self._comm.shard.axis.name}.)".replace("  ", " ")
+                )
 
     def _started(self) -> list[int]:
         """A digest of what this rank has started since it was last asked, and its complement: the largest of both compare.
@@ -233,19 +268,6 @@ class GatherControl(ControlPlane):
         start = 0 if alone else 2 * _DIGEST_BYTES * world.ranks.index(shard.ranks[0])
         every[start : start + 2 * _DIGEST_BYTES] = [*mine, *(255 - byte for byte in mine)]
         return every
-
-    def _check(self, largest: Sequence[int], of: str) -> None:
-        for start in range(0, len(largest), 2 * _DIGEST_BYTES):
-            middle, end = start + _DIGEST_BYTES, start + 2 * _DIGEST_BYTES
-            both = zip(largest[start:middle], largest[middle:end], strict=True)
-            if any(one + other > 255 for one, other in both):
-                along = "" if of == "all units" else f" along {of}"
-                raise DivergenceError(
-                    "The ranks gathered different units, so that some computed with the values of others. Expected every rank "
-                    f"to gather the same units in the same order, found ranks that differ at the {self._verb}{along}. Let "
-                    "every rank run the same model code; where ranks drop layers, set [schedule] uneven = true. "
-                    f"{self._progress()} (Axis {self._comm.shard.axis.name}.)".replace("  ", " ")
-                )
 
     def _progress(self) -> str:
         """Where the ranks are, all of which raise."""

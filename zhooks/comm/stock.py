@@ -73,13 +73,16 @@ class Stock:
             step += numel
 
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
-        self._refuse_given_up(call)
         moved = self._sent(tensor)
-        with self._failure.starting(call, self.axis):
-            work = dist.all_reduce(moved, op=OPS[op], group=self._groups[CONTROL], async_op=True)
-        self._track(call, moved, [work]).wait()
+        self.start_all_reduce(call, moved, op).wait()
         if moved is not tensor:
             tensor.copy_(moved)
+
+    def start_all_reduce(self, call: Call, tensor: Tensor, op: str) -> Work:
+        self._refuse_given_up(call)
+        with self._failure.starting(call, self.axis):
+            work = dist.all_reduce(tensor, op=OPS[op], group=self._groups[CONTROL], async_op=True)
+        return self._track(call, tensor, [work])
 
     def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
         with self._failure.starting(call, self.axis):

@@ -88,6 +88,9 @@ class Transport(Protocol):
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
         """Combine a small tensor over the ranks in place: op is "sum", "max" or "min"."""
 
+    def start_all_reduce(self, call: Call, tensor: Tensor, op: str) -> Work:
+        """Start the same with a tensor of the host, kept alive until the work is done; returns at once where that can be."""
+
     def broadcast(self, call: Call, tensor: Tensor) -> None:
         """Overwrite ``tensor`` with that of the axis' first rank."""
 

@@ -150,9 +150,12 @@ class PeerToPeer:
         return 0
 
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
+        self.start_all_reduce(call, tensor, op).wait()
+
+    def start_all_reduce(self, call: Call, tensor: Tensor, op: str) -> Work:
         with self._failure.starting(call, self.axis):
             work = dist.all_reduce(tensor, op=OPS[op], group=self._group, async_op=True)
-        BackendWork(call, self.axis, self._failure, [work], []).wait()
+        return BackendWork(call, self.axis, self._failure, [work], [])
 
     def broadcast(self, call: Call, tensor: Tensor) -> None:
         tag = self._tag(Call(CONTROL, call.what, call.key, call.number))

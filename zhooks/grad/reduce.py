@@ -11,6 +11,13 @@ Note: [Canonical order]
     reduces every unit once.  Then the ranks exchange one byte a parameter: parameters no rank used keep ``grad is None`` as
     in plain PyTorch.
 
+Note: [Who waits for the exchange]
+    A rank that had a gradient for every parameter knows the answer.  Where the device has streams it starts the exchange and
+    goes on, so that in a steady step no host waits for another rank; one that left a parameter unused waits for the others.
+    All wait as long as ranks have not agreed on an order, where a rider's answer is needed before the step, and once some rank
+    has run a backward inside a backward: what such a one reduces again must be known to all.  What else the exchange says (of
+    gathers that differ, from riders) is read where all ranks come by: at the next exchange, or a verb that is collective.
+
 Note: [Who skips a unit]
     A rank that has enough reductions under way stands still inside its backward until the others have started theirs.  So
     no rank may wait for anything else of such a rank before it has started all that is behind it in the order: neither for
@@ -33,9 +40,9 @@ import torch
 from torch import Tensor
 
 from offload.device import OneStream, one_stream
-from offload.errors import ShardedOpError
+from offload.errors import DivergenceError, ShardedOpError
 from offload.events import HERE, Bus
-from zhooks.comm import Comm, GatherControl
+from zhooks.comm import Comm, Exchange, GatherControl
 from zhooks.grad.accumulation import Accumulation
 from zhooks.grad.gradient import Gradient, gradient_of
 from zhooks.grad.reduce_hooks import ReduceHooks
@@ -64,6 +71,10 @@ class Backward(Protocol):
     def reduce_held(self) -> None:
         """Reduce what ``no_sync`` holds back.  Collective."""
 
+    @property
+    def nested(self) -> bool:
+        """The backward that ends has run another inside one of its nodes."""
+
 
 class Updates(Protocol):
     """Who updates parameters in backward (``optim/overlap.py``)."""
@@ -86,7 +97,13 @@ class Meter(Protocol):
 
 
 class Rider(Protocol):
-    """Whose bytes travel with the exchange that every reducing backward of several ranks ends with."""
+    """Whose bytes travel with the exchange that every reducing backward of several ranks ends with.
+
+    Attributes:
+        waited_for: the answer is needed before the step.
+    """
+
+    waited_for: bool
 
     def board(self) -> Sequence[int]:
         """This rank's bytes, 0 to 255; on every rank as many."""
@@ -138,6 +155,10 @@ class Reducer:
         self._streams = OneStream(None)
         self._order: list[int] = []
         self._agreed = False
+        #: Some rank has run a backward inside a backward, as all ranks know.
+        self._nested = False
+        #: That of the last backward, until all ranks read it; its flags of parameters and flats, and the bytes of each rider.
+        self._exchange: tuple[Exchange, int, list[tuple[Rider, int]]] | None = None
         self._completed: list[int] = []
         self._seen: dict[int, list[bool]] = {}
         self._next = 0
@@ -212,6 +233,7 @@ class Reducer:
 
     def watch(self, flats: Sequence[Flat]) -> None:
         """Take over these flats (all trainable ones of the attachment), in unit order."""
+        self.read_exchange()
         kept = {gradient.flat: gradient for gradient in self.gradients.values()}
         for flat in kept:
             flat.sums = None  # of one that is not taken over it would keep the memory until the next garbage collection
@@ -221,7 +243,7 @@ class Reducer:
             flat.sums = self.gradients[flat.number]
         self._streams = one_stream(flats[0].kind.device) if flats else self._streams
         self._canonical()
-        self._agreed = False
+        self._agreed = self._nested = False
         self._late.clear()
         self.scaling.watch(self.gradients.values())
 
@@ -541,6 +563,7 @@ class Reducer:
             self.updates.finish()
         self.open = self.torn = False
         self._clear()
+        self._exchange = None
         for rider in self.riders:
             rider.forget()
         return failed
@@ -561,6 +584,7 @@ class Reducer:
                 param.grad = None
 
     def _finish_all(self) -> None:
+        self.read_exchange()
         for number in self._order[self._next :]:
             self._launch(self.gradients[number])
         used, again = self._agree_used()
@@ -575,31 +599,65 @@ class Reducer:
 
     def _agree_used(self) -> tuple[dict[int, list[int]], list[int]]:
         """Which parameters got a gradient on any rank, and the flats some rank completed a second time."""
-        local: list[bool] = []
+        present, repeats = dict[int, list[bool]](), list[bool]()
         for number, gradient in self.gradients.items():
-            seen, present = self._seen.get(number), gradient.present
+            seen, present[number] = self._seen.get(number), gradient.present
             if seen is not None:
-                present = [a or b for a, b in zip(present, seen, strict=True)] if any(present) else seen
-            local.extend(present)
-            local.append(seen is not None and number in self._ready)
-        boarded, own = [rider.board() for rider in self.riders], local
+                now = gradient.present
+                present[number] = [a or b for a, b in zip(now, seen, strict=True)] if any(now) else seen
+            repeats.append(seen is not None and number in self._ready)
+        own: list[int] = [*chain.from_iterable(present.values()), *repeats]
         if self.replicas.jobs:
             # First over replicas that are jobs of their own: what is lost on that way is lost for all ranks of this one alike.
-            flags = torch.tensor(local, dtype=torch.uint8, device="cpu")
+            flags = torch.tensor(own, dtype=torch.uint8, device="cpu")
             self.replicas.merge(flags)
             own = flags.tolist()
-        merged, used, again, at = self._control.any([*own, *chain.from_iterable(boarded)]), {}, [], len(local)
-        for rider, bytes_of in zip(self.riders, boarded, strict=True):
-            rider.arrive(merged[at : at + len(bytes_of)])
-            at += len(bytes_of)
-        at = 0
-        for number, gradient in self.gradients.items():
-            count = len(gradient.present)
-            used[number] = merged[at : at + count]
-            if merged[at + count]:
-                again.append(number)
-            at += count + 1
+        # See Note [Who waits for the exchange].
+        together = not self._streams.queues or not self._agreed or self._nested or self.replicas.jobs
+        together = together or any(rider.waited_for for rider in self.riders)
+        goes_on = not together and not self._backward.nested and not any(repeats) and all(own[: -len(repeats)])
+        boarded = [(rider, rider.board()) for rider in self.riders]
+        numbers = [*own, goes_on, self._backward.nested, *chain.from_iterable(bytes_of for _, bytes_of in boarded)]
+        exchange = self._control.begin(numbers)
+        self._exchange = exchange, len(own), [(rider, len(bytes_of)) for rider, bytes_of in boarded]
+        merged = own if goes_on else exchange.largest()
+        if together:
+            self.read_exchange()
+        elif not goes_on:
+            self._check_repeats(merged, len(own))
+        used, at = dict[int, list[int]](), 0
+        for number, flags_of in present.items():
+            used[number] = merged[at : at + len(flags_of)]
+            at += len(flags_of)
+        again = {number for number, flag in zip(present, merged[at:], strict=False) if flag}
         return used, [number for number in self._order if number in again]
+
+    def read_exchange(self) -> None:
+        """Read what ranks said at the end of the last backward, where they have not yet.  Collective.
+
+        Raises:
+            DivergenceError: on every rank, where they gathered different units, or one has to reduce again alone.
+        """
+        if self._exchange is None:
+            return
+        (exchange, flags, riders), self._exchange = self._exchange, None
+        largest = exchange.largest()
+        at = flags + 2
+        self._control.compare(largest, at + sum(count for _, count in riders))
+        self._check_repeats(largest, flags)
+        for rider, count in riders:
+            rider.arrive(largest[at : at + count])
+            at += count
+        self._nested = self._nested or bool(largest[flags + 1])
+
+    def _check_repeats(self, largest: Sequence[int], flags: int) -> None:
+        """What a rank reduces a second time all have to, and some have gone on."""
+        if largest[flags] and any(largest[flags - len(self.gradients) : flags]):
+            raise DivergenceError(
+                "The ranks' gradients differ. Expected every rank to run the same checkpoints in its backward, found that some "
+                "rank ran a backward inside its backward, which completed gradients of a unit a second time, while others had "
+                "gone on. Pass use_reentrant=False to torch's checkpoint, load the last checkpoint and train on."
+            )
 
     def _agree_order(self) -> None:
         """After the first whole backward, take rank 0's order of completion as canonical."""

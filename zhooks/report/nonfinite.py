@@ -46,6 +46,8 @@ class NonFinite:
         virtual: tensors have no values that could be looked at.
     """
 
+    waited_for = True
+
     def __init__(self, comm: Comm, units: Sequence[Unit], runtime: Runtime, steps: Steps, *, virtual: bool) -> None:
         self._virtual = virtual
         self._comm, self._units, self._runtime, self._steps = comm, units, runtime, steps

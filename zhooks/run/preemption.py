@@ -50,6 +50,8 @@ def checked_signals(signals: Any) -> tuple[signal.Signals, ...]:
 class Preemption:
     """Whether any rank has received one of ``signals``, the same on all; see ``Rider`` in grad/reduce.py."""
 
+    waited_for = False
+
     def __init__(self, comm: Comm, signals: Sequence[signal.Signals]) -> None:
         self._comm, self.signals = comm, tuple(signals)
         self._before: dict[signal.Signals, Any] = {}

@@ -117,6 +117,8 @@ class Runtime:
         self._entries: set[int] = set()
         # Backwards of autograd that are to say when they end.
         self._tasks: set[int] = set()
+        #: The backward that is open has run another inside one of its nodes.
+        self.nested = False
         _living.add(self)
 
     def close(self) -> None:
@@ -405,6 +407,8 @@ class Runtime:
         """Autograd finished a backward; one inside a node of another (reentrant checkpointing) does not count."""
         if torch._C._current_autograd_node() is None:
             self.finish_backward(force=True)
+        else:
+            self.nested = True
 
     def backward_use(self, flat: Flat) -> None:
         """Backward reads parameters of ``flat`` that autograd saved."""
@@ -441,7 +445,13 @@ class Runtime:
         """Be at rest: finish an open backward, and follow freezes.  Called at every entry."""
         if self._finish_open(force) and self.relayout_due and not self._forward_runs:
             with torch.inference_mode(False), torch.no_grad(), self.laying_out():
+                self.reducer.read_exchange()
                 self._follow_freezes()
+
+    def conclude(self) -> None:
+        """Be at rest, and read what ranks said at the end of the last backward.  Collective; raises as ``read_exchange``."""
+        self.finish_backward()
+        self.reducer.read_exchange()
 
     def _finish_open(self, force: bool) -> bool:
         """Finish a backward that is open; False inside one that runs, unless ``force``."""
@@ -523,6 +533,7 @@ class Runtime:
             if walk is not None and self.releases and not walk.path.recorded:
                 self.paths.record_backward(walk)
         finally:
+            self.nested = False
             self.saved.residual.backward_over()
             if walk is not None:
                 self.bus.end("backward", walk.path.name, at=HERE)
@@ -545,6 +556,7 @@ class Runtime:
         self._back, self._kept = None, frozenset()
         self._tasks.clear()
         self._entries.clear()
+        self.nested = False
         self.saved.backward_over()
         self.saved.residual.backward_over()
         lost = self.reducer.abandon() or lost

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload.device import VirtualWork
 from offload.virtual import NAME, Happening, Machine, Moment, access, running
-from offload.work import Work
+from offload.work import DONE, Work
 from zhooks.comm import CHANNELS, CONTROL, Call, Nbytes, Opening, Transport, TwoSteps
 from zhooks.layout import Axis, Layout
 from zhooks.simulate.virtual_stages import channel_of
@@ -71,6 +71,10 @@ class VirtualTransport:
             tensor.copy_(rows.sum(0) if op == "sum" else rows.amax(0) if op == "max" else rows.amin(0))
         elif op == "sum":
             tensor.mul_(self.axis.world)
+
+    def start_all_reduce(self, call: Call, tensor: Tensor, op: str) -> Work:
+        self.all_reduce(call, tensor, op)
+        return DONE
 
     def broadcast(self, call: Call, tensor: Tensor) -> None:
         if tensor.device.type == NAME:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zhooks
 from offload.events import Recorder
-from tests.support.on_ranks import on_ranks, place
+from tests.support.on_ranks import on_accelerators, on_ranks, place
 from tests.support.values import grad_of, sharded
 
 Chosen = tuple[int, ...]
@@ -81,10 +81,12 @@ def rows(number: int, rank: int) -> Tensor:
     return torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * number + rank))
 
 
-def as_plain(kind: type[nn.Module], policy: dict[str, Any], *, mesh: Any = None, chosen: Any = CHOSEN) -> list[list[str]]:
+def as_plain(
+    kind: type[nn.Module], policy: dict[str, Any], *, mesh: Any = None, chosen: Any = CHOSEN, device: str = "cpu"
+) -> list[list[str]]:
     """Train by what is ``chosen`` and compare every gradient with a plain model's; what was reduced in each backward."""
     rank, world = place()
-    plain, model = made(kind), made(kind)
+    plain, model = made(kind), made(kind).to(device)
     attachment = zhooks.attach(model, policy=policy, mesh=mesh)
     reduced = []
     for number, by in enumerate(chosen):
@@ -92,12 +94,12 @@ def as_plain(kind: type[nn.Module], policy: dict[str, Any], *, mesh: Any = None,
             (plain(rows(number, other), by[other % 2]).square().mean() / world).backward()
         recorder = Recorder()
         with attachment.observe(recorder):
-            model(rows(number, rank), by[rank % 2]).square().mean().backward()
+            model(rows(number, rank).to(device), by[rank % 2]).square().mean().backward()
         reduced.append([event.key for event in recorder.events if event.kind == "begin" and event.what == "reduce"])
         for (name, found), expected in zip(model.named_parameters(), plain.named_parameters(), strict=True):
             assert (found.grad is None) == (expected[1].grad is None), (number, name)
             if found.grad is not None:
-                assert torch.allclose(sharded(found.grad).full_tensor(), grad_of(expected[1]), atol=1e-6), (number, name)
+                assert torch.allclose(sharded(found.grad).full_tensor().cpu(), grad_of(expected[1]), atol=1e-6), (number, name)
             found.grad = expected[1].grad = None
     attachment.detach()
     return reduced
@@ -185,6 +187,38 @@ def test_what_completes_after_it_was_given_up_is_reduced_again_and_waited_for_fr
     turns: list[Chosen] = [(1, 0), (0, 1)]
     reduced = as_plain(Turned, policies("auto")[3], chosen=[(turn, turn) for turn in turns * 3])
     assert [len(once) for once in reduced] == [3, 3, 2, 2, 2, 2], "a node in a graph that is not there yet cannot be known"
+
+
+@on_accelerators(2)
+def test_a_rank_that_used_all_parameters_goes_on_and_has_the_gradients_of_the_others() -> None:
+    device = f"accel:{torch.accelerator.current_device_index()}"
+    some: dict[str, Any] = {"comm": {"buffer": BUFFER}}
+    for kind, policy in ((Inside, {"stage": 2} | EACH), (Branches, {"stage": 2} | EACH), (Turned, {"stage": 1})):
+        turns: tuple[Chosen, ...] = ((1, 0), (0, 1), (0,)) if kind is Turned else (EVERY, (1,), ())
+        chosen = [(one, other) for one in turns for other in turns]
+        as_plain(kind, policy | some, chosen=[chosen[0], *chosen], device=device)
+
+
+class Late(Turned):
+    """Its parameters are used as they come, until the caller chooses checkpoints."""
+
+    def forward(self, x: Tensor, chosen: Chosen) -> Tensor:
+        if chosen:
+            return super().forward(x, chosen)
+        return torch.cat([x] * 6, dim=1) @ self.experts[0] @ self.experts[1]
+
+
+@on_accelerators(2)
+def test_a_rank_that_alone_reduces_a_unit_a_second_time_is_refused_on_all() -> None:
+    rank, _ = place()
+    device = f"accel:{torch.accelerator.current_device_index()}"
+    model = made(Late).to(device)
+    attachment = zhooks.attach(model, policy={"stage": 1, "comm": {"buffer": BUFFER, "timeout_s": 6}})
+    for _ in range(2):
+        model(rows(0, rank).to(device), ()).square().mean().backward()
+    with pytest.raises(zhooks.DivergenceError, match="a backward inside its backward"):
+        model(rows(0, rank).to(device), (1, 0) if rank else ()).square().mean().backward()
+        attachment.state_dict()
 
 
 @on_ranks(1, 2, policy=({}, {"precision": {"reduce": "bf16"}}), turn=((1, 0), (0, 1)))

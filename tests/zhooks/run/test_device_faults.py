@@ -122,3 +122,21 @@ def test_nothing_is_saved_after_a_collective_that_never_completed() -> None:
             step(under, optimizer)
             attachment.save(at / "run")
         assert not (at / "run").exists()
+
+
+# Collectives that have no counterpart end by their limit, one after the other.
+@pytest.mark.slow
+@on_accelerators(2)
+def test_nothing_is_saved_after_ranks_gathered_other_units() -> None:
+    rank, _ = place()
+    under = model()
+    attachment = attached(under, schedule={"prefetch": 0}, comm={"timeout_s": 6})
+    optimizer = torch.optim.AdamW(under.parameters(), lr=1e-3)
+    for _ in range(2):
+        step(under, optimizer)
+    x = torch.ones(2, 16, device=next(under.parameters()).device)
+    for layer in (0, 1, 2, 0) if rank else (0, 1, 2, 1):
+        x = under.get_submodule(str(layer))(x)
+    x.square().mean().backward()
+    with pytest.raises(zhooks.DivergenceError, match="Expected every rank to gather the same units"):
+        attachment.state_dict()

@@ -10,6 +10,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import zhooks
-from tests.support.on_ranks import folder, on_accelerators
+from tests.support.on_ranks import folder, on_accelerators, place
 from tests.support.schedules import native
 from tests.support.slow import slow
 
@@ -132,6 +133,22 @@ def test_the_host_waits_for_the_accelerator_no_more_often_in_a_step_than_is_writ
             found.append(sum(native().host_waits().values()))
             torch.accelerator.synchronize()
     assert all(now <= before for now, before in zip(found, HOST_WAITS[tier, clip], strict=True)), found
+
+
+@on_accelerators(2, clip=(False, True))
+def test_a_host_goes_through_a_whole_step_before_another_rank_begins_it(clip: bool) -> None:
+    rank, _ = place()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    key = f"a step without waiting {clip}"
+    for stage in (1, 3):
+        with folder() as path, training(1, path, clip, stage=stage) as step:
+            for number in range(2):
+                if rank == 1:
+                    store.wait([f"{key} {stage} {number}"], timedelta(seconds=60))
+                step()
+                if rank == 0:
+                    store.set(f"{key} {stage} {number}", "")
+            torch.accelerator.synchronize()
 
 
 def _kernels_of_clipping(net: nn.Module) -> Counter[str]:
