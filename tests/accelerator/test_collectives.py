@@ -153,6 +153,28 @@ def test_a_collective_that_was_begun_under_hooks_of_autograd_may_be_the_last_to_
         assert x.item() == 3.0
 
 
+@on_accelerators(2)
+def test_an_input_that_is_overwritten_before_its_collective_is_over_is_an_error() -> None:
+    rank, _ = place()
+    cpu, group = dist.new_group(backend="gloo"), dist.new_group(backend="accel")
+    with schedule("eager", 0):
+        x = here(float(rank + 1))
+        if rank == 1:
+            dist.barrier(cpu)
+        work = dist.all_reduce(x, group=group, async_op=True)
+        assert work is not None
+        if rank == 0:
+            x.fill_(7.0)
+            dist.barrier(cpu)
+        torch.accelerator.synchronize()
+        if rank == 0:
+            with pytest.raises(dist.DistBackendError, match="an input of allreduce was overwritten before that was over"):
+                work.wait()
+        else:
+            work.wait()
+            assert x.item() == 3.0
+
+
 @pytest.mark.slow
 @on_accelerators(2)
 def test_a_collective_that_never_ends_is_an_error_after_its_limit_and_the_host_learns_late() -> None:

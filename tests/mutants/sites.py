@@ -67,7 +67,7 @@ NOWHERE = {
 #: How the owner of a call begins that only the virtual device has.
 VIRTUAL = "running()."
 #: Functions that no accelerator comes to: their waits have a time limit, as those for tensors of the host have.
-OF_THE_HOST = ("BackendWork._look",)
+OF_THE_HOST = ("BackendWork._wait_in_slices",)
 #: Where a wait comes to a stream, an event or a backend's work; other waits are made of these.
 LEAVES = (
     "_Copy.wait: current.wait_event(self._event)",
@@ -197,7 +197,9 @@ class Skipped:
 
     def skip(self, owner: Any, *arguments: Any) -> None:
         # The host is behind what is over, whether it waits or not.
-        if arguments or not isinstance(owner, torch.Event) or not owner.query():
+        awaited = arguments[0] if arguments else owner
+        # What is over, which under the lazy schedule is what somebody has waited for, needs no second wait.
+        if not isinstance(awaited, torch.Event) or not awaited.query():
             self.left[_waited(owner, *arguments)] = owner, arguments
 
     def make(self, owner: Any, *arguments: Any) -> None:

@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <thread>
 
 namespace accel {
@@ -130,7 +131,7 @@ struct Call {
   Tensors inputs, outputs;  // aliases
   std::function<void(Call&)> start;
   std::function<void(Call&)> land;
-  Tensors read, written;  // host tensors
+  Tensors given, read, written;  // host tensors: the inputs as they were, the same for Gloo to work on, what is to land
   Running running;
   bool point_to_point = false;
   bool hangs = false;
@@ -424,7 +425,10 @@ class Group final : public c10d::Backend {
         call->began = std::chrono::steady_clock::now();
         call->hangs = hangs;
         if (hangs || !shared->failed().empty()) continue;
-        for (const auto& input : call->inputs) call->read.push_back(input.clone(at::MemoryFormat::Contiguous));
+        for (const auto& input : call->inputs) {
+          call->given.push_back(input.clone(at::MemoryFormat::Contiguous));
+          call->read.push_back(call->given.back().clone());
+        }
         try {
           call->start(*call);
         } catch (const std::exception& error) {
@@ -449,6 +453,15 @@ class Group final : public c10d::Backend {
           return true;
         }
         return false;
+      }
+      // A network reads its inputs until the end: what has been put in their place meanwhile may have been sent.
+      for (const auto& call : running) {
+        for (size_t i = 0; i < call->inputs.size(); ++i) {
+          auto now = call->inputs[i].contiguous();
+          if (std::memcmp(now.data_ptr(), call->given[i].data_ptr(), now.nbytes()) == 0) continue;
+          shared->fail("accel: an input of " + name + " was overwritten before that was over");
+          return true;
+        }
       }
       for (const auto& call : running) call->land(*call);
       return true;
