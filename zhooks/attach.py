@@ -475,6 +475,5 @@ def abandon(attachment: Attachment) -> None:
     assert undo is not None
     for unit in attachment._units:
         for flat in unit.flats:
-            flat.holds, flat.ask, flat.sums = False, None, None
-            flat.end_graph()
+            flat.detach()
     undo.close()

@@ -46,7 +46,7 @@ UNSEEN: dict[str, str] = {
     "WholeUpdater._begin: away.wait()": "for errors, before ranks meet: who sends a value or a gradient waits for it again",
     "WholeUpdater._computed: coming.work.wait()": "after the error the workload takes no memory that the round still writes",
     "Lease.arrived: self._lent.wait()": "no workload drops what a thread updates; it waits for that thread, and for no stream",
-    "StoreBuffer.sent: keep(block.lease.values)": "no schedule tried has the next copy to that memory before the gather",
+    "ParamStorage.sent: keep(block.lease.values)": "no schedule tried has the next copy to that memory before the gather",
 }
 
 

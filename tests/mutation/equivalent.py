@@ -36,11 +36,11 @@ EQUIVALENT: dict[str, str] = {
     "zhooks/layout/frozen_subclass.py: @dataclass(frozen=True, slots=True, eq=False) "
     "-> @dataclass(frozen=False, slots=True, eq=False)": "nobody assigns to it",
     "zhooks/layout/tp_division.py: if TYPE_CHECKING: -> if not TYPE_CHECKING:": "what is imported there is there anyway",
-    "zhooks/grad/gradient.py: ends = [start + numel for start, numel in zip(layout.starts, layout.numels, strict=True)] -> "
+    "zhooks/grad/grad_buffer.py: ends = [start + numel for start, numel in zip(layout.starts, layout.numels, strict=True)] -> "
     "ends = [start & numel for start, numel in zip(layout.starts, layout.numels, strict=True)]": "what is cleared is filled",
-    "zhooks/grad/gradient.py: if own is None or len(chunk.starts) > 1: -> "
+    "zhooks/grad/grad_buffer.py: if own is None or len(chunk.starts) > 1: -> "
     "if own is None or len(chunk.starts) != 1:": "a long gradient's chunks have a start for each rank",
-    "zhooks/grad/gradient.py: if number == 0 and tensor.data_ptr() + start * tensor.element_size() == out.data_ptr(): -> "
+    "zhooks/grad/grad_buffer.py: if number == 0 and tensor.data_ptr() + start * tensor.element_size() == out.data_ptr(): -> "
     "if number == 0 and tensor.data_ptr() & start * tensor.element_size() == out.data_ptr():": "it is copied onto itself",
     "zhooks/grad/reduction.py: if self.into is Into.APART: -> if self.into == Into.APART:": "a member equals itself alone",
     "zhooks/grad/reduce.py: self._seen[flat.number] = present if seen is None else "

@@ -40,12 +40,11 @@ PACKAGES = {
         _sources(
             "zhooks/grad",
             "accumulation.py",
-            "gradient.py",
+            "grad_buffer.py",
             "reduce.py",
             "reduce_hooks.py",
             "reduction.py",
             "replicas.py",
-            "shard.py",
         ),
         ("tests/zhooks/grad",),
     ),

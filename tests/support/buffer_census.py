@@ -135,7 +135,7 @@ def resting(attachment: Any, *optimizers: torch.optim.Optimizer) -> set[int]:
     with torch._C.DisableTorchFunctionSubclass():
         found = set()
         for flat in flats(attachment):
-            found |= storages(flat.buffer.memory, *flat.params, *(param.grad for param in flat.params))
+            found |= storages(flat.storage.memory, *flat.params, *(param.grad for param in flat.params))
         for optimizer in optimizers:
             for state in optimizer.state.values():
                 found |= storages(*(value for value in state.values() if isinstance(value, Tensor)))
@@ -147,7 +147,7 @@ def in_use(attachment: Any) -> set[int]:
     gradients = runtime_of(attachment).reducer.gradients.values()
     with torch._C.DisableTorchFunctionSubclass():
         claimed = [param.grad for flat in flats(attachment) for param in flat.params]
-    return storages(*claimed, *(flat.full for flat in flats(attachment)), *(gradient.shard.at for gradient in gradients))
+    return storages(*claimed, *(flat.full for flat in flats(attachment)), *(gradient.at for gradient in gradients))
 
 
 def flats(attachment: Any) -> list[Any]:

@@ -98,7 +98,7 @@ class Changeable:
         comm, tiers = comm or self._comm, tiers or self._tiers
         runtime, beside = self._runtime, {TP: comm.tp, PP: comm.pp}
         pretrained = callable(getattr(uncompiled(self.model), "save_pretrained", None))
-        links = Links(self._bus, tiers.store, beside, runtime.asked, runtime.node, runtime.scaling, pretrained)
+        links = Links(self._bus, tiers.store, beside, runtime, runtime.node, runtime.scaling, pretrained)
         return BuildContext(comm, self._pool, links)
 
     def _keep_within(self, spare: int | None) -> None:

@@ -110,9 +110,9 @@ def _sources(
 
 def laid_down(flat: Flat, values: Sequence[Tensor]) -> None:
     """Fill a flat buffer that is new with this rank's ranges, one a parameter."""
-    if flat.buffer.in_full:
+    if flat.storage.in_full:
         flat.adopt(torch.zeros(flat.layout.padded, dtype=flat.kind.master, device=flat.kind.device))
-    shard = flat.buffer.overwritten()
+    shard = flat.storage.overwritten()
     if sum(value.numel() for value in values) < shard.numel():
         shard.zero_()
     for index, value in enumerate(values):

@@ -91,7 +91,7 @@ def _relayout_unit(
     for flat in unit.flats:
         flat.release()
         flat.end_graph()
-        flat.buffer.drop()
+        flat.storage.drop()
     hooks = {id(p): (s.hooks, s.post_hooks) for flat in unit.flats for p, s in zip(flat.params, flat.specs, strict=True)}
     asked = any(flat.node_asked for flat in unit.flats)
     there = False
@@ -130,13 +130,13 @@ def _lay_out(unit: Unit, plan: UnitPlan, values: dict[int, Tensor], context: Bui
         with ControlPlane(context.comm.stage, "lay out").all_or_none():
             for planned in plan.flats:
                 unit.flats.append(flat_of(planned, plan.params(planned), context))
-                unit.flats[-1].buffer.reserve()
+                unit.flats[-1].storage.reserve()
         with ControlPlane(context.comm.stage, "lay out").all_or_none():
             for flat in unit.flats:
                 laid_down(flat, [values.pop(id(param)) for param in flat.params])
     except BaseException:
         for flat in unit.flats:
-            flat.buffer.drop()
+            flat.storage.drop()
         unit.flats = []
         raise
     unit.plan = plan

@@ -53,9 +53,7 @@ def _restore_unit(unit: Unit, optimizers: Sequence[torch.optim.Optimizer], narro
             swap_out(flat.specs[index], param, plain)
             if any(held) and held[index]:
                 param.grad = full_grads[index]
-        flat.holds, flat.ask, flat.sums = False, None, None
-        # A forward without a backward left its node, which refers to the flat: a circle that no collector sees.
-        flat.end_graph()
+        flat.detach()
 
 
 def _as_before(flat: Flat, ranges: Ranges) -> list[Tensor]:

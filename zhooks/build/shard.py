@@ -74,13 +74,13 @@ def build_unit(unit: Unit, context: BuildContext, materializer: Materializer, sc
     with ControlPlane(context.comm.stage, "attach").all_or_none():
         for plan in unit.plan.flats:
             unit.flats.append(flat_of(plan, unit.plan.params(plan), context))
-            unit.flats[-1].buffer.reserve()
+            unit.flats[-1].storage.reserve()
         fulls = [_place(flat, scratch) for flat in unit.flats] if meta else []
         materializer.unit(unit.plan.group)
     for flat in unit.flats:
         if not meta:
             scratch.reset()
-        if flat.long and not (flat.buffer.in_full or meta or context.comm.tp.axis.world > 1):
+        if flat.long and not (flat.storage.in_full or meta or context.comm.tp.axis.world > 1):
             _pass(flat, context, sync=materializer.sync)
             flat.holds = True
             with ControlPlane(context.comm.stage, "attach").all_or_none():
@@ -141,7 +141,7 @@ def _take(flat: Flat, full: Tensor, context: BuildContext, *, sync: bool) -> Non
 def _place(flat: Flat, scratch: Scratch) -> Tensor:
     """The full buffer at attach, with parameters that are on meta put there: they need no memory of their own."""
     numel, dtype = flat.layout.padded, flat.kind.master
-    full = torch.zeros(numel, dtype=dtype, device=flat.kind.device) if flat.buffer.in_full else scratch.zeros(numel, dtype)
+    full = torch.zeros(numel, dtype=dtype, device=flat.kind.device) if flat.storage.in_full else scratch.zeros(numel, dtype)
     for spec, start, param in zip(flat.specs, flat.layout.starts, flat.params, strict=True):
         if param.device.type == "meta":
             swap_memory(param, spec.wrap(spec.within(full, start)))
@@ -167,7 +167,7 @@ def _pass(flat: Flat, context: BuildContext, *, sync: bool) -> None:
     """Shard a parameter that is larger than any buffer may be, chunk by chunk."""
     world = context.comm.world
     parts = [part_of(param) for param in flat.params]
-    spread(flat, parts, flat.buffer.overwritten(), world.broadcast if sync else None)
+    spread(flat, parts, flat.storage.overwritten(), world.broadcast if sync else None)
 
 
 def _swap_in(flat: Flat, index: int, param: nn.Parameter) -> None:

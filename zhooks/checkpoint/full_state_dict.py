@@ -206,7 +206,7 @@ def load_full_state(
     names = {id(param): name for name, param in tree.named_parameters(model)}
     for flat in flats:
         tensors = [values.get(names[id(param)]) for param in flat.params]
-        spread_values(comm, flat, tensors, flat.buffer.overwritten())
+        spread_values(comm, flat, tensors, flat.storage.overwritten())
         flat.written()
     for name, tensor in whole.items():
         division, local = Division.of(tensor), part_of(tensor)

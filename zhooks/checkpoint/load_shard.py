@@ -168,7 +168,7 @@ class Loading:
             self.run.rounding.restore(self.rounding)
 
     def _flat(self, number: int, flat: Flat) -> None:
-        shard = flat.buffer.overwritten()
+        shard = flat.storage.overwritten()
         _fill(shard, flat, {index: self.values[spec.name] for index, spec in enumerate(flat.specs)})
         del shard
         flat.written()
@@ -192,13 +192,13 @@ class Loading:
         if not held:
             return
         gradient = self.run.reducer.gradients.get(flat.number)
-        if gradient is not None and gradient.shard.reserve():
+        if gradient is not None and (shard := gradient.reserve()) is not None:
             try:
-                _fill(gradient.shard.overwritten(), flat, held)
+                _fill(shard.overwritten(), flat, held)
                 for index in held:
-                    flat.params[index].grad = gradient.shard.claim(index)
+                    flat.params[index].grad = gradient.claim(index)
             finally:
-                gradient.shard.hand_over()
+                gradient.hand_over()
             return
         grads = {index: _new(flat, index, flat.kind.master) for index in held}
         pour(run for index, grad in grads.items() for run in runs(held[index], flat.specs[index], grad._local))

@@ -258,7 +258,7 @@ def check_handed(verb: str, objects: object, extra: object) -> None:
 
 
 def _shard(flat: Flat) -> Callable[[], Iterable[Piece]]:
-    return lambda: (flat.buffer.stored(),)
+    return lambda: (flat.storage.stored(),)
 
 
 def _one_chunk(value: Tensor) -> Callable[[], Iterable[Piece]]:

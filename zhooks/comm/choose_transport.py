@@ -1,8 +1,8 @@
 """Chooses and opens the transport of each axis of the mesh, the only way that collectives go.
 
-``unit/unit.py``, ``grad/gradient.py``, ``tensor/norms.py`` and ``checkpoint/full_state_dict.py`` call what it opens with flat
-tensors and a ``Call`` that names what the collective is for.  Which backend wants which way is decided here, in ``open_comm``,
-and nowhere else; it never decides *when* anything is moved.
+``unit/storage.py``, ``grad/reduction.py``, ``tensor/norms.py`` and ``checkpoint/full_state_dict.py`` call what it opens with
+flat tensors and a ``Call`` that names what the collective is for.  Which backend wants which way is decided here, in
+``open_comm``, and nowhere else.
 
 Note: [Transports]
     stock  the backend's own collectives.  NCCL's are the best there are; Gloo's all-gather and reduce-scatter send as

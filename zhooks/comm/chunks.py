@@ -1,7 +1,7 @@
 """Buffers of bounded size: a parameter larger than the policy's bound passes through in chunks of every rank's range.
 
-``unit/flat.py`` gathers with it, ``unit/full_values.py`` and ``grad/gradient.py`` walk along it.  It knows integers and plain
-tensors, and neither flats nor parameters; it never decides when anything moves.
+``unit/storage.py`` gathers with it, ``unit/full_values.py`` and ``grad/grad_buffer.py`` walk along it.  It knows integers and
+plain tensors, and neither flats nor parameters.
 
 Note: [Chunks]
     A chunk is the same stretch of every rank's range at once: ``numel`` elements at ``local`` of each shard, which lie at

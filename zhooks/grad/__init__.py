@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zhooks.grad.direct import refuse_saved, watch_direct
-from zhooks.grad.gradient import Gradient
+from zhooks.grad.grad_buffer import GradBuffer
 from zhooks.grad.node import Node
 from zhooks.grad.reduce import Reducer, Rider
 from zhooks.grad.reduce_hooks import ReduceHook
@@ -15,7 +15,7 @@ from zhooks.grad.stacks import Asked, full_state_asked, in_backward, running, tr
 
 __all__ = [
     "Asked",
-    "Gradient",
+    "GradBuffer",
     "Node",
     "Probe",
     "ReduceHook",

@@ -1,13 +1,11 @@
 """The node of autograd's graph that stands for a flat's parameters: gathered values out, gradients back to the ``Reducer``.
 
-``run/runtime.py`` makes it, ``unit/flat.py`` calls it for the values of a forward that is differentiated.  It never gathers and
-never reduces.
+``run/runtime.py`` makes it, ``unit/flat.py`` calls it for the values of a forward that is differentiated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,19 +15,9 @@ from zhooks.grad.user_hooks import put_off_hooks
 from zhooks.refusals import too_old
 from zhooks.unit import Flat
 
-
-class Receiver(Protocol):
-    """Who is handed the gradients (``reduce.Reducer``)."""
-
-    @property
-    def scaling(self) -> object:
-        """Who scales what the nodes are given."""
-
-    def ready(self, flat: Flat, grads: Sequence[Tensor | None], accumulates: bool) -> list[Any]:
-        """Autograd has all gradients of a flat's parameters; returns what their accumulation nodes shall see."""
-
-    def ready_directly(self, flat: Flat, index: int, grad: Tensor) -> None:
-        """Autograd has the gradient of parameter ``index`` of ``flat`` that came past the flat's node."""
+if TYPE_CHECKING:
+    from zhooks.grad.reduce import Reducer
+    from zhooks.grad.scaling import Scaling
 
 
 class Node:
@@ -39,15 +27,15 @@ class Node:
     ``nn.utils.spectral_norm`` leaves there).  So nodes reach the attachment through this alone, until it is closed.
     """
 
-    def __init__(self, reducer: Receiver) -> None:
-        self.reducer: Receiver | None = reducer
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer: Reducer | None = reducer
 
     def __call__(self, flat: Flat) -> tuple[Tensor, ...]:
         out: tuple[Tensor, ...] = Gather.apply(self, flat, *flat.params)  # type: ignore[no-untyped-call]
         return out
 
     @property
-    def scaling(self) -> object:
+    def scaling(self) -> Scaling | None:
         """Who scales what the nodes are given; None once closed."""
         return None if self.reducer is None else self.reducer.scaling
 

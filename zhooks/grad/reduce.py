@@ -44,7 +44,7 @@ from offload.errors import DivergenceError, ShardedOpError
 from offload.events import HERE, Bus
 from zhooks.comm import Comm, Exchange, GatherControl
 from zhooks.grad.accumulation import Accumulation
-from zhooks.grad.gradient import Gradient, gradient_of
+from zhooks.grad.grad_buffer import GradBuffer
 from zhooks.grad.reduce_hooks import ReduceHooks
 from zhooks.grad.reduction import Probe, Reduction, Sent
 from zhooks.grad.replicas import OnAxis, ReplicaSums
@@ -79,7 +79,7 @@ class Backward(Protocol):
 class Updates(Protocol):
     """Who updates parameters in backward (``optim/overlap.py``)."""
 
-    def early(self, gradient: Gradient) -> None:
+    def early(self, gradient: GradBuffer) -> None:
         """A whole gradient has landed."""
 
     def finish(self) -> None:
@@ -150,7 +150,7 @@ class Reducer:
         #: What sums over the ranks of the mesh are divided by.
         self._mean_of_all, self._divisor = mean, self.comm.averaged if mean else 1
         self.hooks = ReduceHooks()
-        self.gradients: dict[int, Gradient] = {}
+        self.gradients: dict[int, GradBuffer] = {}
         #: What all of a backward's gradients are added up, reduced and landed under.
         self._streams = OneStream(None)
         self._order: list[int] = []
@@ -238,7 +238,7 @@ class Reducer:
         for flat in kept:
             flat.sums = None  # of one that is not taken over it would keep the memory until the next garbage collection
         reduce = self._backward.reduce_held
-        self.gradients = {flat.number: kept.get(flat) or gradient_of(flat, self.pool, reduce) for flat in flats}
+        self.gradients = {flat.number: kept.get(flat) or GradBuffer(flat, self.pool, reduce) for flat in flats}
         for flat in flats:
             flat.sums = self.gradients[flat.number]
         self._streams = one_stream(flats[0].kind.device) if flats else self._streams
@@ -282,7 +282,7 @@ class Reducer:
                 "model."
             )
 
-    def _open(self, flat: Flat) -> Gradient:
+    def _open(self, flat: Flat) -> GradBuffer:
         """A gradient of ``flat`` arrives."""
         self.open = True
         self._backward.backward_open()
@@ -296,7 +296,7 @@ class Reducer:
             )
         return gradient
 
-    def _take_over(self, gradient: Gradient, grads: Sequence[Tensor | None]) -> None:
+    def _take_over(self, gradient: GradBuffer, grads: Sequence[Tensor | None]) -> None:
         if self.idle:
             # Whatever a repeated batch came to.
             grads = [None] * len(grads)
@@ -318,12 +318,12 @@ class Reducer:
         self._backward.backward_done(flat)
         return out
 
-    def _accumulate(self, gradient: Gradient, grads: Sequence[Tensor | None], *, scaled: bool) -> None:
+    def _accumulate(self, gradient: GradBuffer, grads: Sequence[Tensor | None], *, scaled: bool) -> None:
         flat = gradient.flat
         if self.probe is not None and not self.idle:
             self.probe.adds()
         changed = scaled or self._divisor != 1 or self.hooks
-        written = self._alone and gradient.shard.direct and self.updates is None and not changed
+        written = self._alone and gradient.direct and self.updates is None and not changed
         if flat.layout.padded == 0 or written:
             gradient.add_alone(grads)
             self._update_early(gradient, None)
@@ -370,7 +370,7 @@ class Reducer:
     def _holds_back(self) -> bool:
         return self.accumulation.on or (self._unreduced and not self.sync)
 
-    def _launch(self, gradient: Gradient) -> None:
+    def _launch(self, gradient: GradBuffer) -> None:
         flat = gradient.flat
         self._ready.discard(flat.number)
         self._make_way()
@@ -400,7 +400,7 @@ class Reducer:
                 None if grad is None else hooked(ShardedTensor(grad.reshape(-1), spec))
                 for grad, spec in zip(grads, flat.specs, strict=True)
             ]
-        gradient = gradient_of(flat, self.pool, self._backward.reduce_held, returned=True)
+        gradient = GradBuffer(flat, self.pool, self._backward.reduce_held, returned=True)
         gradient.add(grads)
         reduction = Reduction(gradient, self.comm.shard, self.divisor, self.hooks, what="reduce for autograd.grad")
         for chunk in gradient.chunks:
@@ -480,7 +480,7 @@ class Reducer:
         self.hooks.received(flat.name, out)
         return out
 
-    def _update_early(self, gradient: Gradient, reduction: Reduction | None) -> None:
+    def _update_early(self, gradient: GradBuffer, reduction: Reduction | None) -> None:
         """A gradient has landed, by a ``reduction`` or written at once."""
         flat = gradient.flat
         flat.nodes = max(0, flat.nodes - 1)
@@ -548,7 +548,7 @@ class Reducer:
     def _clear(self) -> None:
         """Nothing is completed, sent or landed."""
         for gradient in self.gradients.values():
-            gradient.shard.hand_over()
+            gradient.hand_over()
         self._next = 0
         self._ready.clear()
         self._under_way.clear()

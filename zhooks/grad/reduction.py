@@ -23,7 +23,7 @@ from offload.device import beside
 from offload.events import During, TimeMark
 from offload.work import during
 from zhooks.comm import DONE, REDUCE, Call, Chunk, Transport, Work
-from zhooks.grad.gradient import Gradient, Into
+from zhooks.grad.grad_buffer import GradBuffer, Into
 from zhooks.grad.reduce_hooks import ReduceHooks
 from zhooks.grad.replicas import ReplicaSums
 from zhooks.unit import Flat
@@ -59,7 +59,7 @@ class Reduction:
 
     def __init__(
         self,
-        gradient: Gradient,
+        gradient: GradBuffer,
         transport: Transport,
         ranks: int,
         hooks: ReduceHooks,
@@ -84,14 +84,13 @@ class Reduction:
         self._over: During | None = None
         # The range that chunks are received in, where what comes back is what is kept.
         self._target: Tensor | None = None
-        shard = gradient.shard
-        if shard.direct:
-            if self._taken and self._taken[0] is shard.at:
+        if gradient.direct:
+            if self._taken and self._taken[0] is gradient.at:
                 self.into, self._target = Into.SHARD, self._taken[0]
             elif gradient.apart:
                 self._target = self._apart()
-            elif shard.reserve():
-                self.into, self._target = Into.SHARD, shard.values()
+            elif (shard := gradient.reserve()) is not None:
+                self.into, self._target = Into.SHARD, shard.open()
 
     def _apart(self) -> Tensor:
         flat = self.gradient.flat
@@ -167,7 +166,7 @@ class Reduction:
     def finish(self, used: Sequence[int]) -> None:
         """Every rank is done, and some rank has used these parameters: they get what they have not got yet."""
         if self.into is Into.SHARD:
-            self.gradient.claim(used)
+            self.gradient.claim_used(used)
         elif self.result is not None:
             for index in self.missing:
                 if used[index]:

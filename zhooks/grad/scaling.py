@@ -28,7 +28,7 @@ from offload.errors import CheckpointError, ScaleError, ShardedOpError
 from offload.events import Bus
 from offload.policy import Precision
 from zhooks.comm import CONTROL, Call, Comm
-from zhooks.grad.gradient import Gradient
+from zhooks.grad.grad_buffer import GradBuffer
 from zhooks.grad.loss_scale import LossScale, leave_nothing
 from zhooks.grad.scaled_graph import Boundary, each, prove
 from zhooks.layout import SHARD, TP
@@ -76,7 +76,7 @@ class Scaling:
         self._passes = passes
         self.scale, self.overflows = LossScale(precision), Overflows(bus)
         self._number = next(_numbers)
-        self._gradients: tuple[Gradient, ...] = ()
+        self._gradients: tuple[GradBuffer, ...] = ()
         self._flats: list[Flat] = []
         self._found: dict[int, Tensor] = {}
         self._bad: dict[int, Name] = {}
@@ -154,7 +154,7 @@ class Scaling:
 
     # What has been reduced.
 
-    def watch(self, gradients: Iterable[Gradient]) -> None:
+    def watch(self, gradients: Iterable[GradBuffer]) -> None:
         """These are reduced, in an order all ranks share."""
         self._gradients = tuple(gradients)
         self._flats = [gradient.flat for gradient in self._gradients]

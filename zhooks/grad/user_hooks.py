@@ -1,7 +1,7 @@
 """The user's hooks on parameters and their accumulation nodes: run once a gradient is reduced and about to be put in place.
 
-``gradient.py`` asks for them where it puts a gradient, ``node.py`` where a backward meets a node that somebody has asked for.
-It never sets a ``.grad``.
+``grad_buffer.py`` asks for them where it puts a gradient, ``node.py`` where a backward meets a node that somebody has asked
+for.
 """
 
 from __future__ import annotations

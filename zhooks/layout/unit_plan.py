@@ -40,7 +40,7 @@ class FlatPlan:
         replicated: each rank keeps and updates all of it.
         resident: the full buffer stays between uses.
         long: one parameter that is larger than any buffer may be.
-        keeps: where a rank's range lies between uses; see Note [Master and copy] in ``unit/buffer.py`` for blocks.
+        keeps: where a rank's range lies between uses; see Note [Master and copy] in ``unit/storage.py`` for blocks.
     """
 
     name: str

@@ -183,7 +183,7 @@ class NumbaKernel:
         self._rounding = rounding
 
     def writes_copy(self, flat: Flat) -> bool:
-        return flat.buffer.copy is not None and not self._rounds(flat)
+        return flat.storage.copy is not None and not self._rounds(flat)
 
     def apart(self, optimizer: Optimizer) -> bool:
         return True
@@ -206,11 +206,11 @@ class NumbaKernel:
         self.check(optimizer, update, arguments)
         rule, flat = rule_for(optimizer), update.flat
         scale = _left_to_the_kernel(optimizer)
-        copy = flat.buffer.copy if self.writes_copy(flat) else None
+        copy = flat.storage.copy if self.writes_copy(flat) else None
         target = None if copy is None else copy.tensor(Mode.WRITE_ALL)
         runs = [] if scale is None else self._runs(rule, optimizer, update, target)
         if copy is not None and target is not None:
-            _cast_between(runs, flat.buffer.lent_values(), target)
+            _cast_between(runs, flat.storage.open(), target)
             copy.touch()
         for run in runs:
             master, grad, *states = run.whole()

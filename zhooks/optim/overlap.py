@@ -43,7 +43,7 @@ from offload.kernels import flushes_denormals
 from offload.threads import Task
 from offload.tier import Tier
 from offload.work import DONE, HostWork
-from zhooks.grad import Gradient
+from zhooks.grad import GradBuffer
 from zhooks.optim.kernel import NO_ARGUMENTS, Arguments, FlatUpdate
 from zhooks.optim.tiered_update import Fetched, Mine, Updater, group_options, same_options
 from zhooks.optim.update_thread import Worker
@@ -183,7 +183,7 @@ class Overlap:
         self._under_way: deque[Update] = deque()
         self._failed: Exception | None = None
 
-    def early(self, gradient: Gradient) -> None:
+    def early(self, gradient: GradBuffer) -> None:
         """A whole reduced gradient lies in its shard: update now where that is right.
 
         Raises:
@@ -200,7 +200,7 @@ class Overlap:
         if not len(set(held)) == len(held) == len(flat.params):
             return
         for index, param in enumerate(flat.params):
-            param.grad = gradient.shard.claim(index)
+            param.grad = gradient.claim(index)
         for optimizer, update in mine:
             made = self._made_for(optimizer)
             if made is None:
@@ -239,7 +239,7 @@ class Overlap:
         for lease in fetched.leases:
             lease.lend(update)
         flat.written()
-        flat.buffer.lend(partial(self._reclaim, update))
+        flat.storage.lend(partial(self._reclaim, update))
         self._under_way.append(update)
         update.ended = worker.submit(update.over.run)
 
@@ -261,7 +261,7 @@ class Overlap:
         self._under_way.popleft()
         for lease in update.fetched.leases:
             lease.take_back()
-        flat.buffer.take_back()
+        flat.storage.take_back()
         try:
             with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), update.fetched:
                 flat.written()

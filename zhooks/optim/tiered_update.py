@@ -182,7 +182,7 @@ class Updater:
         """These flats are about to be updated: what was fetched ahead of them for a use that never came goes back."""
         for flat in flats:
             if flat.state is not State.GATHERING:
-                flat.buffer.sent()
+                flat.storage.sent()
         self._store.evict()
 
     def fetch(self, mine: Sequence[Mine]) -> Fetched:
@@ -201,7 +201,7 @@ class Updater:
                     block = tensor._block if isinstance(tensor, ShardedTensor) else None
                     if block is not None:
                         wanted[id(block)] = (block, Mode.UPDATE)
-            copy = update.flat.buffer.copy
+            copy = update.flat.storage.copy
             if copy is not None and self.kernel_of(update.flat).writes_copy(update.flat):
                 wanted[id(copy)] = (copy, Mode.WRITE_ALL)
         fetched = Fetched()
@@ -239,7 +239,7 @@ class Updater:
     def put_away(self, optimizer: Optimizer, flat: Flat) -> None:
         """What follows from an update that was made: new states go to their tier, the masters' copy is made."""
         self.adopt(optimizer, flat)
-        flat.buffer.updated(self.place_of(flat), copied=self.kernel_of(flat).writes_copy(flat))
+        flat.storage.updated(self.place_of(flat), copied=self.kernel_of(flat).writes_copy(flat))
 
     def adopt(self, optimizer: Optimizer, flat: Flat) -> None:
         """States that are wherever they were made or loaded move to their tier: one block a kind of state."""

@@ -134,7 +134,7 @@ class OverTiers(InMemory):
             self._store.staging_limit = max(self._store.staging_limit, 6 * max(most_nbytes, largest))
         for flat in {one.flat.number: one.flat for one in members}.values():
             if flat.state is not State.GATHERING:
-                flat.buffer.sent()
+                flat.storage.sent()
         self._store.evict()
 
     def end_step(self) -> None:
@@ -172,7 +172,7 @@ class OverTiers(InMemory):
 
     def written(self, members: Sequence[Whole]) -> None:
         for flat in {one.flat.number: one.flat for one in members}.values():
-            flat.buffer.updated(Tier.DEVICE, copied=False)
+            flat.storage.updated(Tier.DEVICE, copied=False)
 
     @contextmanager
     def states(self, optimizer: Optimizer, members: Sequence[Whole]) -> Iterator[None]:

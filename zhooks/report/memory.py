@@ -217,12 +217,12 @@ def paper_bytes(psi: int, ranks: int, table: Table) -> int:
 
 def _parameter(flat: Flat) -> Cell:
     """What the model computes with, between uses: the shard, its copy in the compute dtype, or all of it."""
-    return flat.held_nbytes()[0], flat.footprint()[0].nbytes
+    return flat.held_nbytes()[0], flat.plan.footprint()[0].nbytes
 
 
 def _optimizer(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[Tier, Cell]]:
     """Masters that are apart from the parameters, and the states, by tier."""
-    masters, (states, by_layout) = flat.footprint()[2].nbytes, _states(flat, optimizers)
+    masters, (states, by_layout) = flat.plan.footprint()[2].nbytes, _states(flat, optimizers)
     blocks, in_memory = _whole_states(flat, optimizers)
     held, formula = states + blocks + (flat.held_nbytes()[1] if masters else 0), by_layout + blocks + masters
     return [(flat.kind.tiers.optimizer, (held, formula)), (Tier.DEVICE, (in_memory, in_memory))]
@@ -245,12 +245,12 @@ def _gradients(flats: Sequence[Flat], reducer: Reducer) -> Iterator[tuple[Flat, 
             grads = [param.grad for param in flat.params if param.grad is not None]
         values: list[Tensor | Block | BlockRange] = [grad._at for grad in grads if isinstance(grad, ShardedTensor)]
         gradient = reducer.gradients.get(flat.number)
-        if gradient is not None and gradient.shard.at is not None:
-            values.append(gradient.shard.at)
+        if gradient is not None and gradient.at is not None:
+            values.append(gradient.at)
         owners = dict(map(owner_of, values))
         held = sum(nbytes for owner, nbytes in owners.items() if owner not in seen)
         seen.update(owners)
-        yield flat, (held, flat.footprint()[1].nbytes if grads else 0)
+        yield flat, (held, flat.plan.footprint()[1].nbytes if grads else 0)
 
 
 def _states(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> Cell:

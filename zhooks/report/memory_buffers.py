@@ -59,6 +59,6 @@ def _filling(flats: Sequence[Flat], reducer: Reducer) -> int:
     total = 0
     for flat in flats:
         gradient = reducer.gradients.get(flat.number)
-        if gradient is not None and gradient.partial is not None and gradient.partial is not gradient.shard.at:
+        if gradient is not None and gradient.partial is not None and gradient.partial is not gradient.at:
             total += gradient.partial.nbytes
     return total

@@ -62,7 +62,7 @@ def state_held(live: RunState, policy: Policy, store: Store | None, optimizers: 
     bus = live.bus
     bus.instant("policy", json.dumps(policy.values(), default=str))
     for unit in live.units:
-        bus.instant("unit", unit.name, unit.full_nbytes)
+        bus.instant("unit", unit.name, unit.plan.full_nbytes)
         for flat in unit.flats:
             _state_flat(bus, flat, live.reducer)
             for param in flat.params:
@@ -83,14 +83,14 @@ def _state_flat(bus: Bus, flat: Flat, reducer: Reducer) -> None:
     full = flat.full
     if full is not None:
         bus.hold("parameter on device", flat.name, full.untyped_storage())
-    if (own := flat.buffer.memory) is not None:
+    if (own := flat.storage.memory) is not None:
         # Masters beside a copy that stays are the optimizer's, as in the paper's count.
         category = "optimizer" if flat.resident else "parameter"
         bus.hold(f"{category} on device", flat.name, own.untyped_storage())
     gradient = reducer.gradients.get(flat.number)
     if gradient is not None:
         # Until parameters claim the gradients in it, the shard is its owner's.
-        for held in (gradient.partial, gradient.shard.at):
+        for held in (gradient.partial, gradient.at):
             _hold(bus, "gradient", flat, held)
     with torch._C.DisableTorchFunctionSubclass():
         grads = [param.grad for param in flat.params]

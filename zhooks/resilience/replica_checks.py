@@ -203,7 +203,7 @@ def values(flat: Flat, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, C
             for key in sorted(state, key=str) if type(state) is dict else ():
                 if isinstance(state[key], Tensor):
                     yield f"{key} of {spec.name}", partial(_state, state[key])
-        if flat.buffer.copy is not None:
+        if flat.storage.copy is not None:
             yield f"the copy in {flat.kind.compute} of {spec.name}", partial(_copy, flat, index)
 
 
@@ -212,7 +212,7 @@ def _range(flat: Flat, index: int) -> Tensor:
 
 
 def _copy(flat: Flat, index: int) -> Tensor:
-    copied = flat.buffer.copied()
+    copied = flat.storage.copied()
     assert copied is not None
     return flat.local(index, copied)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zhooks.comm import ControlPlane
+from zhooks.layout import UnitPlan, inner_units
 from zhooks.run.schedule import Choices, LoneWalk, Path, Scope, Walk, arrange, backward_guess, keep_gathered
-from zhooks.unit import Unit
 
 __all__ = ["Paths"]
 
@@ -22,18 +22,21 @@ class Paths:
         self.choices, self._control = choices, control
         self._walk = LoneWalk if control.size == 1 else Walk
         self._paths: dict[str, Path] = {}
-        self._units: list[Unit] = []
+        self._units: list[UnitPlan] = []
+        # Of each unit, those that run inside its modules.
+        self._inner: dict[int, frozenset[int]] = {}
         self._last = "loose"
         # What recorded paths keep gathered, with the choices and the order it was found for: asked twice a pass.
         self._kept: dict[str, tuple[Choices, list[int], frozenset[int]]] = {}
         #: Some unit is gathered for its uses only.
         self.releases = False
 
-    def take(self, units: Sequence[Unit]) -> None:
+    def take(self, units: Sequence[UnitPlan]) -> None:
         """Paths lead through these units from now on; those known are forgotten."""
         self._units = list(units)
         self._paths.clear()
         self._kept.clear()
+        self._inner = inner_units(units)
         self.releases = any(unit.releasable for unit in units)
 
     @staticmethod
@@ -60,7 +63,7 @@ class Paths:
 
     def _guess_backward(self) -> list[int]:
         forward = self._paths.get(self._last)
-        order = backward_guess(forward.order if forward is not None else [], {unit.number: unit.around for unit in self._units})
+        order = backward_guess(forward.order if forward is not None else [], self._inner)
         return [number for number in order if self._units[number].releasable]
 
     def record(self, walk: Walk, open_: Sequence[int], released: Sequence[int] = ()) -> frozenset[int]:

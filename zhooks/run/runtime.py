@@ -1,7 +1,7 @@
 """Carries the plan out: gather before use, release after it, in forward and backward, and leave everything at rest.
 
-``hooks.py``, ``activation/saved.py``, ``grad/gradient.py`` and the sharded tensor tell it what happens; it tells units what to
-do.  It never looks at a module, a policy file or a collective.
+``hooks.py``, ``activation/saved.py``, ``grad/reduce.py`` and the sharded tensor tell it what happens; it tells units what to
+do.
 
 Note: [Passes]
     A pass is one way through the model from the outermost hooked module to its end, or one backward.  Passes with the
@@ -35,7 +35,7 @@ from zhooks.run.members import Members
 from zhooks.run.passes import Frame, Pass
 from zhooks.run.paths import Paths
 from zhooks.run.schedule import Choices, Scope, Step, Walk
-from zhooks.unit import Flat, Pool, Unit, find_around
+from zhooks.unit import Engine, Flat, Pool, Unit
 
 _living: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
@@ -60,7 +60,7 @@ class Values(Protocol):
         """A module that a unit is entered through has made this."""
 
 
-class Runtime:
+class Runtime(Engine):
     """The state machine between the hooks and the units of one attachment.
 
     Args:
@@ -130,9 +130,8 @@ class Runtime:
     def take(self, units: Sequence[Unit]) -> None:
         """Run these units from now on."""
         self._units = list(units)
-        find_around(self._units)
         self._of = {id(flat): unit for unit in units for flat in unit.flats}
-        self.paths.take(units)
+        self.paths.take([unit.plan for unit in units])
         self.releases = self.paths.releases
         self._out.clear()
         self.saved.watch([flat for unit in units for flat in unit.flats])
@@ -572,17 +571,15 @@ class Runtime:
 
     # The sharded tensor.
 
-    def asked(self, flat: Flat, what: str) -> None:
-        if what == "finish_backward":
-            self.due()
-        elif what == "relayout":
-            self.relayout_due = True
-        elif what == "before_use":
-            # A graph made in the layout before would have no gradient for what was frozen there.
-            if self.relayout_due and torch.is_grad_enabled():
-                self.finish_backward()
-        else:
-            self.loose_use(flat)
+    def relayout(self) -> None:
+        """A parameter was frozen or unfrozen: the layout follows at the next entry."""
+        self.relayout_due = True
+
+    def before_use(self) -> None:
+        """A parameter is about to be used outside its module's forward."""
+        # A graph made in the layout before would have no gradient for what was frozen there.
+        if self.relayout_due and torch.is_grad_enabled():
+            self.finish_backward()
 
     def loose_use(self, flat: Flat) -> None:
         """A parameter is used outside its module's forward."""

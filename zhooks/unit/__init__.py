@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from zhooks.unit.buffer_pool import Pool, Reserve, Scratch, device_keeps
-from zhooks.unit.flat import Flat, Links, State
+from zhooks.unit.flat import Engine, Flat, Links, State
 from zhooks.unit.full_values import Ranges, all_copies, full_copies, passing, spread
-from zhooks.unit.unit import Unit, find_around, find_slots, loose_references
+from zhooks.unit.storage import Storage
+from zhooks.unit.unit import Unit, find_slots, loose_references
 
 __all__ = [
+    "Engine",
     "Flat",
     "Links",
     "Pool",
@@ -15,10 +17,10 @@ __all__ = [
     "Reserve",
     "Scratch",
     "State",
+    "Storage",
     "Unit",
     "all_copies",
     "device_keeps",
-    "find_around",
     "find_slots",
     "full_copies",
     "loose_references",

@@ -1,8 +1,8 @@
 """Buffers for gathered parameters and partial gradients, used again from step to step.
 
-``flat.py`` and ``grad/gradient.py`` take and give; fresh host memory costs page faults at a sixteenth of the speed of a copy,
-so a released buffer is kept for the next taker of its size.  Where there is an arena that is where buffers lie, and nothing is
-kept here.  It never hands out memory that anybody else still holds.
+``flat.py`` and ``grad/grad_buffer.py`` take and give; fresh host memory costs page faults at a sixteenth of the speed of a
+copy, so a released buffer is kept for the next taker of its size, unless somebody else still holds its memory.  Where there is
+an arena that is where buffers lie, and nothing is kept here.
 
 Note: [What stays idle]
     What has lain idle since the backward before the last goes first: sizes that nobody asks for again must not fill the bound.

@@ -1,7 +1,6 @@
 """One flat buffer: parameters of a kind, and whether they are released, being gathered, or gathered.
 
-``unit.py`` tells it to gather and release; the sharded tensor asks it for values; ``build/shard.py`` makes it.  It never
-decides when anything happens and knows nothing of modules.
+``unit.py`` tells it to gather and release; the sharded tensor asks it for values; ``build/shard.py`` makes it.
 
 Note: [Release]
     Releasing drops our views and hands the buffer's storage back to the pool, which reuses it only when nobody else holds
@@ -23,15 +22,14 @@ from torch import Tensor, nn
 from offload.device import StreamUses
 from offload.errors import ShardedOpError, TierError
 from offload.events import HERE, Bus
-from offload.policy import Footprint
 from offload.store import BlockRange, Store
 from offload.work import during
 from zhooks.comm import DONE, Transport, Work
 from zhooks.layout import FlatPlan
 from zhooks.refusals import too_late
 from zhooks.tensor import HeldSums, ParamShard, ShardGroup, Watch
-from zhooks.unit.buffer import buffer_of
 from zhooks.unit.buffer_pool import Pool
+from zhooks.unit.storage import ParamStorage
 from zhooks.unit.views import Views
 
 
@@ -44,16 +42,20 @@ class State(Enum):
     GATHERED = "gathered"
 
 
-MOVES = {
-    (State.RELEASED, "begin"): State.LAUNCHING,
-    (State.GATHERED, "begin"): State.LAUNCHING,
-    # An interrupt has left it so.
-    (State.LAUNCHING, "begin"): State.LAUNCHING,
-    (State.LAUNCHING, "release"): State.RELEASED,
-    (State.LAUNCHING, "launched"): State.GATHERING,
-    (State.GATHERING, "finish"): State.GATHERED,
-    (State.GATHERED, "release"): State.RELEASED,
-}
+class Engine:
+    """Who runs the passes that a flat is used in: nobody, where the model is plain; else ``run/runtime.py``."""
+
+    def loose_use(self, flat: Flat) -> None:
+        """A parameter is used outside its module's forward: it is gathered."""
+
+    def due(self) -> None:
+        """Gradients are needed: an open backward is finished, and what adds up is reduced."""
+
+    def relayout(self) -> None:
+        """A parameter was frozen or unfrozen: the layout follows at the next entry."""
+
+    def before_use(self) -> None:
+        """A parameter is about to be used: outside a forward the layout follows freezes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Links:
     Attributes:
         store: where it may be kept off the device.
         beside: transports of the axes that do not share it, by name.
-        ask: told that it is to be used, looked at or laid out anew; None once the model is plain.
+        engine: hears that it is to be used, looked at or laid out anew.
         node: makes the node of the graph that its values come from.
         watch: who watches its gradients.
         pretrained: the model has ``save_pretrained``, as those of transformers and PEFT do.
@@ -72,7 +74,7 @@ class Links:
     bus: Bus = field(default_factory=Bus)
     store: Store | None = None
     beside: Mapping[str, Transport] = field(default_factory=dict)
-    ask: Callable[[Flat, str], None] | None = None
+    engine: Engine = field(default_factory=Engine)
     node: Callable[[Flat], tuple[Tensor, ...]] | None = None
     watch: Watch | None = None
     pretrained: bool = False
@@ -84,7 +86,7 @@ class Flat:
     Attributes:
         plan: what it was made of; names, sizes and the rest of it are in there.
         group: the ranks that share the values; this one alone where they are replicated.
-        buffer: what this rank keeps of them between uses.
+        storage: what this rank keeps of them between uses.
         full, state: the gathered values, [layout.padded] in the compute dtype, and whether they are there.
         long: one parameter that is larger than any buffer may be: what is not gathered of it passes through in chunks.
         releasable: the full buffer comes and goes with its uses.
@@ -93,7 +95,7 @@ class Flat:
     def __init__(self, plan: FlatPlan, *, transport: Transport, pool: Pool, links: Links) -> None:
         self.plan, self.name, self.number, self.kind, self.layout = plan, plan.name, plan.number, plan.kind, plan.layout
         self.resident, self.long, self.transport, self.pool = plan.resident, plan.long, transport, pool
-        self.bus, self.store, self.ask, self.node = links.bus, links.store, links.ask, links.node
+        self.bus, self.store, self.engine, self.node = links.bus, links.store, links.engine, links.node
         self.group = ShardGroup(
             plan.name,
             plan.number,
@@ -106,12 +108,11 @@ class Flat:
             watch=links.watch,
             pretrained=links.pretrained,
         )
-        self.buffer = buffer_of(plan, self.group, pool, links.store)
-        self.version = self.buffer.version
+        self.storage = ParamStorage(plan, self.group, pool, links.store)
+        self.version = self.storage.version
         # Asked many times a step.
         self.sharded, self.shard_numel, self.releasable = plan.sharded, plan.shard_numel, plan.releasable
-        self.full_nbytes, self.moved_nbytes, self.sum_nbytes = plan.full_nbytes, plan.moved_nbytes, plan.sum_nbytes
-        self.transient_nbytes, self.resident_nbytes = plan.transient_nbytes, plan.resident_nbytes
+        self.moved_nbytes = plan.moved_nbytes
         self.params: list[nn.Parameter] = []
         self.specs: list[ParamShard] = []
         self.full: Tensor | None = None
@@ -142,54 +143,46 @@ class Flat:
     # What a bound tensor asks (tensor.group.Owner).
 
     def written(self, index: int | None = None) -> None:
-        if self.buffer.lent:
+        if self.storage.lent:
             # The update that writes has a thread of its own, and was told of when it began.
             return
-        self.buffer.writes += 1
+        self.storage.writes += 1
         self.views.stale(index)
 
     def finish_backward(self) -> None:
-        self._ask("finish_backward")
+        self.engine.due()
 
     def relayout(self) -> None:
-        self._ask("relayout")
+        self.engine.relayout()
 
     def before_use(self) -> None:
-        self._ask("before_use")
+        self.engine.before_use()
 
     def look(self, name: str) -> None:
-        if self.ask is not None:
-            self.ask(self, "finish_backward")
+        self.engine.due()
         if name in self.spent:
             self.spent = set()
             raise too_late(f"{name}.grad", "a use of the gradient before the step (clipping, unscaling, zero_grad)")
 
     def view(self, index: int) -> Tensor:
-        self._ask("use")
+        self.engine.loose_use(self)
         with torch.inference_mode(False):
             value, watch = self.values()[index], self.group.watch
             return value if watch is None else watch.outside(value)
-
-    def _ask(self, what: str) -> None:
-        if self.ask is not None:
-            self.ask(self, what)
 
     # Gathered or not.
 
     @property
     def shard(self) -> Tensor:
         """This rank's values between uses, 1-D in the master dtype; short-lived where they lie on disk.  Writes reach them."""
-        return self.buffer.values()
-
-    def footprint(self) -> tuple[Footprint, Footprint, Footprint]:
-        """What this rank keeps between steps: parameter, gradient and masters, by the layout and the policy's dtypes."""
-        return self.plan.footprint()
+        return self.storage.values()
 
     def held_nbytes(self) -> tuple[int, int]:
         """Bytes that exist of the parameter's cell, and of masters."""
-        read, masters = self.buffer.held_nbytes
-        full = 0 if self.full is None else self.full.nbytes
-        return (full if self.resident else read), masters
+        masters = self.storage.at.nbytes
+        if self.resident:
+            return 0 if self.full is None else self.full.nbytes, masters
+        return masters if self.storage.copy is None else self.storage.copy.nbytes, masters
 
     def current(self) -> bool:
         """The full buffer, complete or on its way, holds the shard's present values."""
@@ -206,7 +199,7 @@ class Flat:
             return
         if self.state is State.GATHERING:
             self.finish_gather()
-        self._move("begin")
+        self.state = State.LAUNCHING
         before, self._version = self._version, -1  # an interrupt leaves no buffer that passes for the values
         if self.full is None:
             self.full = self.pool.take(self.layout.padded, self.kind.compute, self.kind.device)
@@ -220,17 +213,17 @@ class Flat:
         self._version = now
         try:
             with torch.no_grad(), torch.inference_mode(False):
-                self._work = self.buffer.fill(self.full)
+                self._work = self.storage.fill(self.full)
             self._uses.filling()
-            self._move("launched")
+            self.state = State.GATHERING
         except BaseException:
             self.abandon()
             raise
 
     def prepare(self) -> None:
         """Start fetching from its tier what the next gather sends."""
-        if self.buffer.fetches and not self.current():
-            self.buffer.prepare()
+        if self.storage.fetches and not self.current():
+            self.storage.prepare()
 
     def finish_gather(self) -> None:
         """Wait until the full buffer may be used, on the current stream."""
@@ -247,10 +240,10 @@ class Flat:
             # A tier that failed left the buffer half filled: it must not pass for the values.
             self.abandon()
             raise
-        self.buffer.sent()
+        self.storage.sent()
         if self.full is not None:
             self._uses.filled(self.full)
-        self._move("finish")
+        self.state = State.GATHERED
         if self.bus.active:
             self.bus.end("wait gather", self.name, at=HERE)
             self.bus.end("gather", self.name, self.moved_nbytes, at=during(work) or HERE)
@@ -258,12 +251,12 @@ class Flat:
     def settle(self) -> bool:
         """Give back what the next gather was to send, and what one under way sends once it has been finished; whether there was
         any."""
-        if not self.buffer.sending or self.state is State.LAUNCHING:
+        if not self.storage.sending or self.state is State.LAUNCHING:
             return False
         if self.state is State.GATHERING:
             self.finish_gather()
         else:
-            self.buffer.sent()
+            self.storage.sent()
         return True
 
     def end_gather(self) -> None:
@@ -277,7 +270,7 @@ class Flat:
         self.end_gather()
         if self.state is State.RELEASED or not self.releasable:
             return
-        self._move("release")
+        self.state = State.RELEASED
         self.views.drop(self.full)
         full, self.full = self.full, None
         if full is not None:
@@ -289,7 +282,7 @@ class Flat:
     def abandon(self) -> None:
         """Release after a failure, without waiting for ranks that may never come: memory under way is left to its work."""
         self._work = DONE
-        self.buffer.sent()
+        self.storage.sent()
         if self.releasable and self.state is not State.RELEASED:
             self.state = State.RELEASED
             self.views.drop(self.full)
@@ -301,11 +294,6 @@ class Flat:
         """As ``abandon``, and what is gathered passes for the values no more: other ranks may have gathered less."""
         self.abandon()
         self._version = -1
-
-    def _move(self, verb: str) -> None:
-        moved = MOVES.get((self.state, verb))
-        assert moved is not None, f"unit {self.name}: cannot {verb} while {self.state.value}"
-        self.state = moved
 
     # Views.
 
@@ -350,6 +338,12 @@ class Flat:
         """Backward has used the nodes of this forward: the next one makes its own."""
         self.views.end_graph()
 
+    def detach(self) -> None:
+        """Its parameters are plain, or of no further use."""
+        self.holds, self.engine, self.sums = False, Engine(), None
+        # A forward without a backward left its node, which refers to the flat: a circle that no collector sees.
+        self.end_graph()
+
     def span(self, index: int) -> tuple[int, int]:
         """Where this rank's range of parameter ``index`` lies in a shard-sized tensor: start and numel."""
         pieces = self.group.pieces(index)
@@ -362,11 +356,11 @@ class Flat:
 
     def part(self, index: int) -> Tensor | BlockRange:
         """This rank's range of parameter ``index``, wherever it is kept."""
-        return self.buffer.at(*self.span(index))
+        return self.storage.part(*self.span(index))
 
     def adopt(self, full: Tensor) -> None:
         """Take the padded values of all parameters (master dtype): keep this rank's ranges, or the buffer itself."""
-        if self.buffer.take(full):
+        if self.storage.take(full):
             self.full = full
             self._uses.taken()
             self.state, self._version = State.GATHERED, self.version()

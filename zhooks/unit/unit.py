@@ -1,6 +1,6 @@
 """One unit: parameters gathered together, and the places in modules where they are put while in use.
 
-``run/runtime.py`` tells it to gather, show, hide and release; ``build/shard.py`` makes it.  It never decides when.
+``run/runtime.py`` tells it to gather, show, hide and release; ``build/shard.py`` makes it.
 
 Note: [Writes that leave no mark]
     A write to a gathered copy is lost at its release.  One to the parameter changes its version; one to ``weight.data`` does
@@ -24,7 +24,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from offload.errors import AttachError, ShardedOpError
 from offload.virtual import NAME
 from zhooks import tree
-from zhooks.layout import UnitPlan, inner_units, mark_of
+from zhooks.layout import UnitPlan, mark_of
 from zhooks.tensor import hash_of
 from zhooks.unit.flat import Flat
 
@@ -68,8 +68,6 @@ class Unit:
         self._compared: set[bool] = set()
         self.depth = 0
         self.trainable_left = 0
-        # Numbers of the units entered through modules inside this one's.
-        self.around: frozenset[int] = frozenset()
         # Inside gathered(): the slots hold full values that the user may change.
         self.lent = False
 
@@ -77,30 +75,14 @@ class Unit:
     def releasable(self) -> bool:
         return self.plan.releasable
 
-    @property
-    def trainable(self) -> bool:
-        return self.plan.trainable
-
-    @property
-    def full_nbytes(self) -> int:
-        return self.plan.full_nbytes
-
     def prepare(self) -> None:
         """Start fetching what the next gather sends from the tiers it is on."""
         for flat in self.flats:
             flat.prepare()
 
-    def begin_gather(self) -> None:
-        for flat in self.flats:
-            flat.begin_gather()
-
     def finish_gather(self) -> None:
         for flat in self.flats:
             flat.finish_gather()
-
-    def release(self) -> None:
-        for flat in self.flats:
-            flat.release()
 
     def show(self) -> None:
         """Put the gathered values where the modules look for their parameters.
@@ -143,7 +125,7 @@ class Unit:
             return
         names = [(flat, spec.name) for flat in self.flats for spec in flat.specs]
         for (view, mark), (flat, name) in zip(shown, names, strict=True):
-            if (now := mark_of(view)) != mark and (now[1] != mark[1] or not flat.buffer.in_full):
+            if (now := mark_of(view)) != mark and (now[1] != mark[1] or not flat.storage.in_full):
                 raise _lost(name)
         for name, value, before in sums:
             if hash_of(value) != before:
@@ -159,7 +141,7 @@ class Unit:
 
 def _copies_of(flat: Flat) -> Iterator[tuple[str, Tensor]]:
     """The gathered values of each parameter, where the full buffer is a copy that a release drops."""
-    if flat.buffer.in_full or flat.full is None or flat.kind.device.type == NAME:
+    if flat.storage.in_full or flat.full is None or flat.kind.device.type == NAME:
         return
     for start, spec in zip(flat.layout.starts, flat.specs, strict=True):
         yield spec.name, flat.full[start : start + spec.part_shape.numel()].detach()
@@ -205,13 +187,6 @@ def find_slots(model: nn.Module, units: Sequence[Unit]) -> None:
         if isinstance(weights, list):
             for unit in {where[id(weight)][0] for weight in weights if id(weight) in where}:
                 unit.recurrent.append(Recurrent(module, tuple(weights)))
-
-
-def find_around(units: Sequence[Unit]) -> None:
-    """Let every unit know which others run inside its modules."""
-    inner = inner_units([unit.plan for unit in units])
-    for unit in units:
-        unit.around = inner[unit.number]
 
 
 def _drop_computed(model: nn.Module) -> None:

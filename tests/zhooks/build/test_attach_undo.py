@@ -60,7 +60,7 @@ LATER = (
 #: Of these every rank runs its own, and may fail alone: the call that fails is the second or third of its kind.
 ALONE = (
     "zhooks.unit.buffer_pool.Pool.keep",
-    "zhooks.unit.buffer.Buffer.reserve",
+    "zhooks.unit.storage.ParamStorage.reserve",
     "zhooks.unit.flat.Flat.adopt",
     "zhooks.build.shard._swap_in",
     "zhooks.attach.install",
@@ -163,9 +163,6 @@ def test_an_attach_that_fails_on_one_rank_fails_on_all_and_leaves_them_plain(sta
     policy = {"stage": stage, "units": {"min_numel": 0}, "optimizer": {"tier": "host"}}
     for name in ALONE:
         methods = name.startswith(("zhooks.unit", "zhooks.build.shard", "torch"))
-        if not stage:
-            # Where every rank has all values in one dtype, they lie in the full buffer.
-            name = name.replace("Buffer.reserve", "FullBuffer.reserve")
         refused(name, 2 if methods else 1, lambda rank: rank == 1, policy)
     for at in (1, 2, 3, 4, 5, 6):
         refused("zhooks.build.shard._swap_in", at, lambda rank: rank == 1, {"stage": stage})

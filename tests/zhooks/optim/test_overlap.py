@@ -328,7 +328,7 @@ def test_whoever_looks_in_backward_finds_whole_groups_and_values_after_the_updat
 def test_whoever_gathers_in_backward_gathers_after_the_update(kernel: str) -> None:
     training, seen = Training("disk", compute="host", param="bf16", kernel=kernel).warm(), []
     overlap: Any = stepper_of(training.attachment).overlap
-    kept = units_of(training.attachment)[-1].flats[0].buffer
+    kept = units_of(training.attachment)[-1].flats[0].storage
     copy = kept.copy
     assert copy is not None
     wait, overlap._wait = overlap._wait, lambda most=0: None  # what is under way stays so until somebody asks

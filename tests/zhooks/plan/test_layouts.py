@@ -87,8 +87,8 @@ def test_what_is_built_has_the_sizes_that_were_planned(stage: int, param: str, t
     policy = {"stage": stage, "units": {"min_numel": 0}, "precision": {"param": param}, "optimizer": {"tier": tier}}
     attachment = zhooks.attach(model, policy=policy)
     for flat in [flat for unit in attachment._units for flat in unit.flats]:
-        plan, own = flat.plan, flat.buffer.memory
-        assert (plan.keeps is Keeps.FULL) is flat.buffer.in_full and plan.sharded is flat.group.sharded
+        plan, own = flat.plan, flat.storage.memory
+        assert (plan.keeps is Keeps.FULL) is flat.storage.in_full and plan.sharded is flat.group.sharded
         assert plan.shard_nbytes == (0 if own is None else own.nbytes)
         assert plan.shard_numel == flat.group.layout.shard_numel
         owned = [plan.owned_numel(index, flat.transport.axis.rank) for index in range(len(plan.names))]

@@ -48,7 +48,7 @@ def test_what_is_held_is_what_the_memory_report_counts(name: str, late: bool) ->
     gc.collect()
     held = levels.table()
     flats = flats_of(attachment)
-    full = sum(flat.full_nbytes for flat in flats if flat.releasable and flat.full is not None)
+    full = sum(flat.plan.full_nbytes for flat in flats if flat.releasable and flat.full is not None)
     held["parameter on device"] = held.get("parameter on device", 0) - full
     # Counters of steps belong to no unit; both leave them out.
     assert {what: nbytes for what, nbytes in held.items() if nbytes} == by_report(attachment)

@@ -19,7 +19,6 @@ from tests.support.inside import flats_of, has_store, memory_of, runtime_of, sto
 from tests.support.on_ranks import on_ranks
 from tests.support.slow import slow
 from zhooks.tensor import ShardedTensor
-from zhooks.unit.buffer import StoreBuffer
 
 
 def on_device(attachment: zhooks.Attachment, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -34,18 +33,18 @@ def on_device(attachment: zhooks.Attachment, optimizer: torch.optim.Optimizer) -
             found[value.untyped_storage()._cdata] = (f"{category} on device", value.untyped_storage().nbytes())
 
     for flat in flats_of(attachment):
-        add("optimizer" if flat.resident else "parameter", flat.buffer.memory)
+        add("optimizer" if flat.resident else "parameter", flat.storage.memory)
         add("parameter", flat.full)
-        if isinstance(flat.buffer, StoreBuffer):
-            add("optimizer", flat.buffer.master)
-            add("parameter", flat.buffer.sends)
+        if isinstance(flat.storage.at, Block):
+            add("optimizer", flat.storage.at)
+            add("parameter", flat.storage.sends)
         for param in flat.params:
             with torch._C.DisableTorchFunctionSubclass():
                 add("gradient", param.grad)
             for value in optimizer.state.get(param, {}).values():
                 add("optimizer", value)
         gradient = runtime_of(attachment).reducer.gradients.get(flat.number)
-        for value in (gradient.partial, gradient.shard.at) if gradient is not None else ():
+        for value in (gradient.partial, gradient.at) if gradient is not None else ():
             add("gradient", value)
     held: Counter[str] = Counter()
     for what, nbytes in found.values():

@@ -85,7 +85,7 @@ def test_the_16_bit_copy_beside_masters_is_compared_too() -> None:
     run = Run(half, mesh=replicas())
     run.train(range(2))
     if rank:
-        copy = next(flat.buffer.copy for flat in flats_of(run.attachment) if flat.layout.padded)
+        copy = next(flat.storage.copy for flat in flats_of(run.attachment) if flat.layout.padded)
         assert copy is not None
         copy.tensor().view(torch.int16)[0] ^= 1
     with pytest.raises(zhooks.DivergenceError, match=r"found that the copy in torch.bfloat16 of .* of unit .* differs"):

@@ -22,7 +22,7 @@ import zhooks
 from tests.support.inside import has_store
 from tests.support.on_ranks import hooks_left, on_ranks, place
 from zhooks.run import members
-from zhooks.unit.buffer import FullBuffer
+from zhooks.unit.storage import ParamStorage
 
 
 def net() -> nn.Sequential:
@@ -238,15 +238,15 @@ def test_an_apply_that_finds_no_room_on_one_rank_leaves_everything_as_it_was_on_
     attachment = zhooks.attach(model, policy={**small, "stage": 2})
     before, described = attachment.policy, attachment.describe()
     calls: list[object] = []
-    real = FullBuffer.reserve
+    real = ParamStorage.reserve
 
-    def instead(buffer: FullBuffer) -> None:
+    def instead(storage: ParamStorage) -> None:
         calls.append(None)
         if len(calls) == 2 and place()[0] == place()[1] - 1:
             raise zhooks.BudgetError("no room")
-        real(buffer)
+        real(storage)
 
-    with mock.patch.object(FullBuffer, "reserve", instead), pytest.raises(zhooks.BudgetError, match="no room"):
+    with mock.patch.object(ParamStorage, "reserve", instead), pytest.raises(zhooks.BudgetError, match="no room"):
         attachment.apply({**small, "stage": 1, "optimizer": {"tier": "host"}, "precision": {"output": "bf16"}})
     assert attachment.policy == before and attachment.describe() == described
     # What was opened for it is closed again.

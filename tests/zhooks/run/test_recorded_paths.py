@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from zhooks.comm import ControlPlane
+from zhooks.layout import UnitPlan
 from zhooks.run.paths import Paths
 from zhooks.run.schedule import Choices, Scope, Walk
-from zhooks.unit import Unit
 
 MIB = 1 << 20
 
@@ -28,7 +29,7 @@ class Block:
     releasable: bool = True
     trainable: bool = True
     full_nbytes: int = MIB
-    around: frozenset[int] = field(default_factory=frozenset)
+    group: Any = field(default_factory=lambda: SimpleNamespace(entries=()))
 
 
 class WithAnother(ControlPlane):
@@ -47,7 +48,7 @@ class WithAnother(ControlPlane):
 
 def paths(blocks: Sequence[Block], *others: int, **choices: Any) -> Paths:
     made = Paths(Choices(**{"prefetch": 1, "reshard": "auto", "budget": None, **choices}), WithAnother(others))
-    made.take(cast(list[Unit], list(blocks)))
+    made.take(cast(list[UnitPlan], list(blocks)))
     return made
 
 
@@ -148,7 +149,7 @@ def test_frozen_units_stay_where_no_backward_follows_and_only_there() -> None:
     made = paths(frozen, budget=1 * MIB)
     path = trained(made, 0, 1, 2, 3).path
     assert made.keep(path, grad=True) == {2}
-    made.take(cast(list[Unit], frozen))
+    made.take(cast(list[UnitPlan], frozen))
     assert made.keep(path, grad=False) == {3}
 
 

@@ -21,7 +21,6 @@ from offload.tier import Tier, Tiers
 from zhooks.comm import DONE, Call, Work
 from zhooks.layout import Axis, FlatPlan, Kind, Layout, Table, flat_layout, kind_of
 from zhooks.unit import Flat, Links, Pool
-from zhooks.unit.buffer import FullBuffer, StoreBuffer
 
 CPU = torch.device("cpu")
 PLACES = pytest.mark.parametrize("tier", list(Tier), ids=lambda tier: tier.value)
@@ -101,7 +100,7 @@ def test_a_gather_has_the_values_wherever_they_are_kept(
         store, parameter=tier, optimizer=tier, compute=compute, replicated=replicated, bound=bound, numels=(40,)
     )
     values = values_of(flat)
-    flat.buffer.reserve()
+    flat.storage.reserve()
     flat.adopt(values.clone())
     assert torch.equal(gathered(flat), values.to(compute))
     assert len(transport.sent) == (0 if replicated else 1)
@@ -119,15 +118,15 @@ def test_a_flat_that_stays_gathered_reserves_no_more_than_its_footprint_says(
     store: Store, optimizer: Tier, compute: torch.dtype
 ) -> None:
     flat, _ = flat_of(store, optimizer=optimizer, compute=compute, resident=True)
-    flat.buffer.reserve()
+    flat.storage.reserve()
     flat.adopt(values_of(flat))
     gathered(flat)
     flat.release()
     assert flat.full is not None and not flat.releasable
-    cells = {cell.what: cell for cell in flat.footprint()}
+    cells = {cell.what: cell for cell in flat.plan.footprint()}
     parameter, masters = flat.held_nbytes()
-    assert parameter == cells["parameter"].nbytes == flat.full_nbytes
-    assert isinstance(flat.buffer, FullBuffer) is (compute is torch.float32)
+    assert parameter == cells["parameter"].nbytes == flat.plan.full_nbytes
+    assert flat.storage.in_full is (compute is torch.float32)
     if compute is not torch.float32:
         assert masters == cells["optimizer"].nbytes == flat.shard_numel * 4
     on_device = optimizer is Tier.DEVICE and compute is not torch.float32
@@ -138,8 +137,8 @@ def test_a_flat_that_stays_gathered_reserves_no_more_than_its_footprint_says(
 @DTYPES
 def test_what_is_kept_between_uses_is_what_the_footprint_says(store: Store, tier: Tier, compute: torch.dtype) -> None:
     flat, _ = flat_of(store, parameter=tier, optimizer=tier, compute=compute)
-    flat.buffer.reserve()
-    parameter, _, masters = flat.footprint()
+    flat.storage.reserve()
+    parameter, _, masters = flat.plan.footprint()
     assert flat.held_nbytes()[0] == parameter.nbytes
     assert masters.nbytes in (0, flat.held_nbytes()[1])
     assert parameter.tier is tier
@@ -147,39 +146,39 @@ def test_what_is_kept_between_uses_is_what_the_footprint_says(store: Store, tier
 
 def test_parts_of_a_range_in_blocks_are_parts_of_the_masters(store: Store) -> None:
     flat, _ = flat_of(store, parameter=Tier.HOST, optimizer=Tier.HOST, compute=torch.bfloat16)
-    flat.buffer.reserve()
+    flat.storage.reserve()
     flat.adopt(values_of(flat))
     part = flat.part(0)
-    assert isinstance(part, BlockRange) and isinstance(flat.buffer, StoreBuffer)
-    assert part.block is flat.buffer.master and part.block.dtype is torch.float32
-    assert flat.buffer.sends.dtype is torch.bfloat16
+    assert isinstance(part, BlockRange)
+    assert part.block is flat.storage.at and part.block.dtype is torch.float32
+    assert flat.storage.sends.dtype is torch.bfloat16
 
 
 def test_a_range_that_was_laid_out_anew_refuses_a_gather(store: Store) -> None:
     flat, _ = flat_of(store, parameter=Tier.HOST, optimizer=Tier.HOST)
-    flat.buffer.reserve()
+    flat.storage.reserve()
     flat.adopt(values_of(flat))
-    flat.buffer.drop()
+    flat.storage.drop()
     with pytest.raises(ShardedOpError, match="Run the forward again"):
         flat.begin_gather()
 
 
 def test_what_is_lent_is_waited_for_before_it_is_read(store: Store) -> None:
     flat, _ = flat_of(store, parameter=Tier.HOST, optimizer=Tier.HOST)
-    buffer, over = flat.buffer, []
-    buffer.reserve()
+    storage, over = flat.storage, []
+    storage.reserve()
     flat.adopt(values_of(flat))
 
     def reclaim() -> None:
-        over.append(buffer.lent)
-        buffer.take_back()
+        over.append(storage.lent)
+        storage.take_back()
 
     before = flat.version()
-    buffer.lend(reclaim)
+    storage.lend(reclaim)
     flat.written()
     assert flat.version() == before
     flat.shard.add_(0)
-    assert over == [True] and not buffer.lent
+    assert over == [True] and not storage.lent
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
