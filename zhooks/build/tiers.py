@@ -26,7 +26,7 @@ from offload.store import Store
 from offload.tier import Tier
 from offload.user_warnings import warn_user
 from zhooks.comm import Comm, ControlPlane
-from zhooks.layout import UnitPlan
+from zhooks.layout import UnitPlan, flats_of
 from zhooks.optim import (
     InMemory,
     Optimizers,
@@ -238,11 +238,6 @@ def _disk(policy: Policy, seam: Device, rank: int, bus: Bus, budget: Budget) -> 
         return file
 
     return opened
-
-
-def flats_of(units: Sequence[Unit]) -> list[Flat]:
-    """All of them, now."""
-    return [flat for unit in units for flat in unit.flats]
 
 
 def open_stepper(

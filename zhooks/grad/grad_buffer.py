@@ -60,12 +60,11 @@ class GradBuffer:
         moved_nbytes: payload of one reduction.
         partial, present: what was added up and not taken yet, and for which parameters there was something.
         direct: what adds up or reduces gradients may write where they are kept: on the device, in their dtype.
-        storage: where the reduced range is kept, until it is handed over; allocated anew unless the last was never claimed.
-        reserved: that holds, or is about to receive, values that no parameter claims yet.
+        storage: holds the reduced range, or is about to receive it, until it is handed over to the parameters.
     """
 
     def __init__(self, flat: Flat, pool: Pool, reduce: Callable[[], None], *, returned: bool = False) -> None:
-        self.flat, self._pool, self._reduce, self._returned = flat, pool, reduce, returned
+        self.flat, self._pool, self.reduce, self._returned = flat, pool, reduce, returned
         kept, world = flat.group.layout, flat.layout.world
         self.chunks: Sequence[Chunk] = (Chunk(0, flat.shard_numel, (), flat.layout),)
         # Every chunk takes buffers of the same size, the last too: so the pool has them again.
@@ -81,7 +80,6 @@ class GradBuffer:
         self._drops = [0] * len(flat.params)
         self.direct = flat.kind.reduces_in_place
         self.storage: Storage | None = None
-        self.reserved = False
         # Parameters whose ranges of the last storage are, or were, gradients, and how to find it while they live.
         self._claimed: set[int] = set()
         self._find: Callable[[], Tensor | Block | None] = lambda: None
@@ -176,7 +174,7 @@ class GradBuffer:
         """Go on from a partial sum [padded] that was saved, instead of what was added up here."""
         if self.partial is not None:
             self.give_back(self.partial)
-            self.reserved = False
+            self.hand_over()
         self.partial, self.present = partial, list(present)
 
     # What the user does to a sum that is held back (tensor.group.HeldSums).
@@ -197,9 +195,6 @@ class GradBuffer:
     def zero(self, index: int) -> None:
         assert self.partial is not None
         self.flat.specs[index].within(self.partial, self.flat.layout.starts[index]).zero_()
-
-    def reduce(self) -> None:
-        self._reduce()
 
     def buffer(self, numel: int, what: str = "gradient on device") -> Tensor:
         """An uninitialised buffer, 1-D in the reduce dtype: one of the pool's, which are used under a backward's one stream."""
@@ -249,17 +244,15 @@ class GradBuffer:
         return None if self.storage is None else self.storage.at
 
     def reserve(self) -> Storage | None:
-        """Keep the storage for the next gradient, allocated if need be; None where a parameter has one, or one is to come."""
-        if self.reserved or any(param.grad is not None for param in self.flat.params):
+        """Another storage for the next gradient; None where a parameter has one, or one is to come."""
+        if self.storage is not None or any(param.grad is not None for param in self.flat.params):
             return None
-        if self._claimed or self.storage is None:
-            self.storage = self._fresh()
-        self.reserved = True
+        self.storage = self._fresh()
         return self.storage
 
     def _fresh(self) -> Storage:
-        """Another one, uninitialised; one that somebody keeps lives as long as the gradients in it."""
-        self.storage, self._claimed = None, set()
+        """Uninitialised; the last one, where somebody keeps it, lives as long as the gradients in it."""
+        self._claimed = set()
         flat, kind = self.flat, self.flat.kind
         if self._stored:
             assert flat.store is not None
@@ -272,7 +265,7 @@ class GradBuffer:
 
     def hand_over(self) -> None:
         """The storage belongs to the gradients in it from now on."""
-        self.storage, self.reserved = None, False
+        self.storage = None
 
     def claim(self, index: int, storage: Storage | None = None) -> ShardedTensor:
         """One parameter's range of the storage, the reserved one or another, for its ``.grad``."""
@@ -347,7 +340,7 @@ class GradBuffer:
             return Into.APART
         if self.reserve() is not None:
             return Into.SHARD
-        return Into.SHARD_AGAIN if self.reserved else Into.GRADS
+        return Into.GRADS if self.storage is None else Into.SHARD_AGAIN
 
     def put(self, into: Into, start: int, reduced: Tensor) -> list[int]:
         """Put ``reduced`` at ``start`` of this rank's range; returns the parameters that it did not reach: they had no gradient

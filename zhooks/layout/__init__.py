@@ -9,7 +9,7 @@ from zhooks.layout.ignored import Ignored
 from zhooks.layout.mesh import DATA, EP, PP, REPLICATE, SHARD, STAGE, TP, Axis, Mesh, accepted_names, axis_names, resolve
 from zhooks.layout.placement import Placement, Table
 from zhooks.layout.tp_division import Division, hollow, is_divided, mark_of, part_of, rewrap, whole_of
-from zhooks.layout.unit_plan import FlatPlan, Keeps, UnitPlan, inner_units
+from zhooks.layout.unit_plan import FlatPlan, Keeps, UnitPlan, flats_of, inner_units
 from zhooks.layout.units import Group, find_units
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "axis_names",
     "find_units",
     "flat_layout",
+    "flats_of",
     "hollow",
     "inner_units",
     "is_divided",

@@ -6,9 +6,10 @@ adds it up.  Pure: it never touches a tensor, and it is the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol, TypeVar
 
 from torch import nn
 
@@ -19,7 +20,9 @@ from zhooks.layout.flat_kind import Kind
 from zhooks.layout.flat_ranges import Layout
 from zhooks.layout.units import Group
 
-__all__ = ["FlatPlan", "Keeps", "UnitPlan", "inner_units"]
+__all__ = ["FlatPlan", "Keeps", "UnitPlan", "flats_of", "inner_units"]
+
+F = TypeVar("F", covariant=True)
 
 
 class Keeps(Enum):
@@ -157,6 +160,16 @@ class UnitPlan:
         for flat in self.flats:
             for name in flat.names:
                 yield flat, name, self.group.params[name]
+
+
+class _Unit(Protocol[F]):
+    @property
+    def flats(self) -> Sequence[F]: ...
+
+
+def flats_of(units: Iterable[_Unit[F]]) -> list[F]:
+    """All flats of these units, planned or there, in order."""
+    return [flat for unit in units for flat in unit.flats]
 
 
 def inner_units(units: Sequence[UnitPlan]) -> dict[int, frozenset[int]]:

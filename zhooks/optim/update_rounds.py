@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offload.device import computes_on_host
 from zhooks.comm import Nbytes
 from zhooks.optim.assign_owners import Matrix, rounds, rounds_by_flat
 from zhooks.optim.owners import Whole
-from zhooks.unit import device_keeps
 
 __all__ = ["Member", "Round", "by_flat", "by_rank", "memory_for", "planned"]
 
@@ -89,7 +89,7 @@ def planned(
         stored: something of a parameter is fetched from a tier; of those at most ``most_stored`` bytes travel together.
     """
     here, away = [one for one in updates if not stored(one)], [one for one in updates if stored(one)]
-    if here and not device_keeps(here[0].flat.kind.device):
+    if here and computes_on_host(here[0].flat.kind.device):
         most_nbytes = min(most_nbytes, HOST_ROUND_NBYTES)
     together = [[here[i] for i in some] for some in rounds(_matrices(here), most_nbytes // _nbytes_each(here))]
     return [

@@ -22,7 +22,7 @@ from offload.free_ranges import Space
 from offload.memory import Use, grain, rounded
 from offload.policy import Policy
 from offload.tier import Tier
-from zhooks.layout import UnitPlan
+from zhooks.layout import UnitPlan, flats_of
 from zhooks.run import keep_gathered
 from zhooks.unit import Reserve
 
@@ -41,7 +41,7 @@ def shards_reserve(policy: Policy, device: torch.device, units: Sequence[UnitPla
 def rest_reserve(policy: Policy, device: torch.device, units: Sequence[UnitPlan], spare: int | None) -> Reserve:
     """Once it is built: what holds gradients, gathered units and sums; ``spare`` as ``keep_gathered`` has it."""
     wanted = sizes(policy, units, spare) if has_arena(policy, device) else {}
-    flats = [flat for unit in units for flat in unit.flats]
+    flats = flats_of(units)
     buffers = sorted((max(flat.full_nbytes, flat.sum_nbytes) for flat in flats), reverse=True)
     return Reserve(
         {use: nbytes for use, nbytes in wanted.items() if use is not Use.SHARDS},
@@ -60,7 +60,7 @@ def has_arena(policy: Policy, device: torch.device) -> bool:
 
 def paged(units: Sequence[UnitPlan]) -> bool:
     """A disk fills buffers, which start on a page for it."""
-    return any(flat.kind.tiers.parameter is Tier.DISK for unit in units for flat in unit.flats)
+    return any(flat.kind.tiers.parameter is Tier.DISK for flat in flats_of(units))
 
 
 def beside(policy: Policy, units: Sequence[UnitPlan]) -> int:
@@ -78,7 +78,7 @@ def sizes(policy: Policy, units: Sequence[UnitPlan], spare: int | None) -> Mappi
     Args:
         spare: bytes for units that stay gathered between forward and backward; None where there is no budget.
     """
-    if not any(flat.layout.padded for unit in units for flat in unit.flats):
+    if not any(flat.layout.padded for flat in flats_of(units)):
         return dict.fromkeys(Use, 0)
     device = units[0].flats[0].kind.device
     planned = _Sizes(policy, units, spare, grain(device, paged=paged(units)))
@@ -93,7 +93,7 @@ def sizes(policy: Policy, units: Sequence[UnitPlan], spare: int | None) -> Mappi
 
 def reductions(units: Sequence[UnitPlan], most: int) -> int:
     """How many reductions may be under way at once: none of one rank's, which send nothing."""
-    return most if any(flat.layout.world > 1 for unit in units for flat in unit.flats) else 0
+    return most if any(flat.layout.world > 1 for flat in flats_of(units)) else 0
 
 
 class _Sizes:
@@ -102,7 +102,7 @@ class _Sizes:
     def __init__(self, policy: Policy, units: Sequence[UnitPlan], spare: int | None, to: int) -> None:
         self._schedule, self._spare, self._to = policy.schedule, spare, to
         self._units = units
-        self._flats = [flat for unit in units for flat in unit.flats if flat.layout.padded]
+        self._flats = [flat for flat in flats_of(units) if flat.layout.padded]
 
     @property
     def shards(self) -> int:

@@ -22,7 +22,7 @@ from offload.text import as_enough, as_size
 from offload.tier import Tier
 from zhooks.comm import Comm, ControlPlane
 from zhooks.grad import in_backward
-from zhooks.layout import Ignored, UnitPlan, inner_units
+from zhooks.layout import Ignored, UnitPlan, flats_of, inner_units
 from zhooks.optim import Step
 from zhooks.plan.arena import beside, reductions
 from zhooks.plan.first_steps import FirstSteps
@@ -240,7 +240,7 @@ def device_floor(policy: Policy, units: Sequence[UnitPlan], *, whole_sums: bool 
     Args:
         whole_sums: microbatches of a pipeline add up unreduced: every sum is held until the last.
     """
-    flats = [flat for unit in units for flat in unit.flats]
+    flats = flats_of(units)
     sums = sorted((flat.sum_nbytes for flat in flats if flat.kind.trainable), reverse=True)
     flying = reductions(units, policy.schedule.most_reductions)
     # What is never sent goes where gradients are kept, unless it is cast, or looked at before.

@@ -19,7 +19,7 @@ from offload.policy import Policy
 from offload.text import as_enough, as_size
 from offload.tier import Tier
 from zhooks.comm import Comm, ControlPlane
-from zhooks.layout import UnitPlan
+from zhooks.layout import UnitPlan, flats_of
 from zhooks.optim import check_rounding
 from zhooks.plan.layouts import STAGED_NBYTES
 
@@ -51,7 +51,7 @@ class Need:
 
 def needs(units: Sequence[UnitPlan]) -> Need:
     """What parameters, masters and gradients need."""
-    flats = [flat for unit in units for flat in unit.flats]
+    flats = flats_of(units)
     footprints = [flat.footprint() for flat in flats]
     cells = [cell for footprint in footprints for cell in footprint]
     off_device = {tier: sum(cell.on(tier) for cell in cells) for tier in (Tier.HOST, Tier.DISK)}
@@ -107,7 +107,7 @@ def admit(
             opened.close()
     need = needs(units)
     _check_limits(limits, need)
-    later = any(flat.kind.tiers.optimizer is Tier.DISK for unit in units for flat in unit.flats)
+    later = any(flat.kind.tiers.optimizer is Tier.DISK for flat in flats_of(units))
     return Admission(limits, need, bool(need.off_device[Tier.DISK]) or later)
 
 
@@ -127,7 +127,7 @@ def check_compute(policy: Policy, device: torch.device, units: Sequence[UnitPlan
             raise CapabilityError(f'[optimizer] kernel = "numba": {lacks}.')
     if chosen.compute == "device":
         return
-    for flat in [flat for unit in units for flat in unit.flats if flat.kind.trainable]:
+    for flat in [flat for flat in flats_of(units) if flat.kind.trainable]:
         kind, tiers, name = flat.kind, flat.kind.tiers, flat.names[0]
         if chosen.device_share and tiers.optimizer is Tier.DEVICE:
             # It is updated there.

@@ -24,7 +24,7 @@ from offload.policy import Policy
 from offload.text import shown
 from zhooks.comm import CONTROL, Call, Comm
 from zhooks.grad import Reducer
-from zhooks.layout import part_of
+from zhooks.layout import flats_of, part_of
 from zhooks.report.propose_dtypes import BINS, LOWEST, Base, Proposal, Ranges, propose
 from zhooks.run import Runtime, watch
 from zhooks.tensor import ShardedTensor
@@ -273,7 +273,7 @@ def _check(subject: Subject, prefer: str, loss_scale: float | None) -> None:
             f"calibrate expected gradients that stay until the step, and one calibration at a time, found {found}. apply() a "
             "policy without overlap, or end the other block first."
         )
-    for flat in [flat for unit in subject.units for flat in unit.flats if flat.kind.compute.is_floating_point]:
+    for flat in [flat for flat in flats_of(subject.units) if flat.kind.compute.is_floating_point]:
         if flat.kind.compute is not torch.float32:
             found = str(flat.kind.compute).removeprefix("torch.")
             raise ShardedOpError(

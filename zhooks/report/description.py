@@ -16,7 +16,7 @@ from offload.text import counted, toml_value
 from offload.tier import Tier
 from zhooks.comm import Comm
 from zhooks.grad import Scaling
-from zhooks.layout import EP, PP, REPLICATE, SHARD, TP, Ignored, Placement, Table
+from zhooks.layout import EP, PP, REPLICATE, SHARD, TP, Ignored, Placement, Table, flats_of
 from zhooks.report.unmatched import unmatched
 from zhooks.unit import Unit
 
@@ -48,8 +48,8 @@ def describe(
         for row in rows
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    numel = sum(flat.layout.numel for unit in units for flat in unit.flats)
-    padding = sum(flat.layout.padding for unit in units for flat in unit.flats)
+    numel = sum(flat.layout.numel for flat in flats_of(units))
+    padding = sum(flat.layout.padding for flat in flats_of(units))
     on_tp = " on this tp rank" if comm.tp.axis.world > 1 else ""
     flats = sum(len(unit.flats) for unit in units)
     # A unit whose parameters differ in dtype, tier or training has a row for each kind.
@@ -61,7 +61,7 @@ def describe(
     )
     if payload is not None and comm.stage.axis.world > 1:
         lines.append(f"According to the plan, a training step gathers and reduces {payload / 2**20:,.2f} MiB in all.")
-    lines.extend(_scaled(scaling, any(flat.kind.compute is torch.float16 for unit in units for flat in unit.flats)))
+    lines.extend(_scaled(scaling, any(flat.kind.compute is torch.float16 for flat in flats_of(units))))
     if named := ignored.named:
         count, few = sum(param.numel() for param in named.values()), ", ".join(list(named)[:3])
         lines.append(f"Ignored, and not reduced: {counted(len(named), 'parameter')}, {count:,} elements ({few}).")
@@ -116,7 +116,7 @@ def _updated(policy: Policy) -> list[str]:
 def _divided(units: Sequence[Unit], policy: Policy) -> list[str]:
     """What a share of the states came to, in whole flats."""
     share = policy.optimizer.device_share
-    trained = [flat for unit in units for flat in unit.flats if flat.kind.trainable]
+    trained = [flat for flat in flats_of(units) if flat.kind.trainable]
     if not share or not trained:
         return []
     near = sum(flat.layout.numel for flat in trained if flat.kind.tiers.optimizer is Tier.DEVICE)

@@ -19,7 +19,7 @@ from offload.tier import Tier
 from zhooks.activation import Residual
 from zhooks.comm import Comm
 from zhooks.grad import Reducer
-from zhooks.layout import Ignored, Placement, Table
+from zhooks.layout import Ignored, Placement, Table, flats_of
 from zhooks.optim import plain_parts, sharded_states, vectors_in, with_owners
 from zhooks.report.memory_buffers import buffers
 from zhooks.report.memory_residual import Residue, activations, advice, notes, unaccounted
@@ -132,7 +132,7 @@ def memory_report(
     ignored: Ignored,
 ) -> MemoryReport:
     """Measure now; see ``MemoryReport``."""
-    flats = [flat for unit in units for flat in unit.flats]
+    flats = flats_of(units)
     rows = (
         *_rows("parameter", [(flat.kind.tiers.parameter, _parameter(flat)) for flat in flats]),
         *_rows("gradient", [(flat.kind.tiers.gradient, cell) for flat, cell in _gradients(flats, reducer)]),

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from zhooks.comm import CONTROL, Call, Comm
 from zhooks.grad import Probe, Reducer, Sent
+from zhooks.layout import flats_of
 from zhooks.optim import holds, watch_steps
 from zhooks.report.grad_norms import square, squares
 from zhooks.unit import Flat, Unit
@@ -272,7 +273,7 @@ class PassesProbe(Probe):
 
     def after(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A step has been made of the gradients that the last backward left."""
-        if holds(optimizer, (param for unit in self._units for flat in unit.flats for param in flat.params)):
+        if holds(optimizer, (param for flat in flats_of(self._units) for param in flat.params)):
             self._end()
 
     def _fresh(self) -> bool:
@@ -280,7 +281,7 @@ class PassesProbe(Probe):
         if _held_back(self._reducer):
             return False
         with torch._C.DisableTorchFunctionSubclass():
-            flats = [flat for unit in self._units for flat in unit.flats]
+            flats = flats_of(self._units)
             return all(param.grad is None for flat in flats for param in flat.params)
 
     def _end(self) -> None:

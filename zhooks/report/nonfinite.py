@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.errors import NonFiniteError
 from offload.policy import Policy
 from zhooks.comm import Comm, ControlPlane
-from zhooks.layout import part_of
+from zhooks.layout import flats_of, part_of
 from zhooks.optim import Step, Steps, params_of
 from zhooks.run import Runtime
 from zhooks.tensor import overflowed
@@ -153,7 +153,7 @@ class NonFinite:
             self._bad = self._bad or not self._runtime.reducer.replicas.jobs
             raise NonFiniteError(self._words(type(optimizer).__name__, outcome))
         # Those of parameters that another optimizer steps may be what is not finite.
-        mine = [param for unit in self._units for flat in unit.flats for param in flat.params]
+        mine = [param for flat in flats_of(self._units) for param in flat.params]
         self._bad = self._anywhere(_unusable(mine))
 
     def _suspected(self) -> bool:

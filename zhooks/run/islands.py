@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from offload.errors import AttachError
 from offload.policy import Policy
 from zhooks import tree
-from zhooks.layout import DTYPES, UnitPlan
+from zhooks.layout import DTYPES, UnitPlan, flats_of
 
 __all__ = ["Island", "Map", "chart"]
 
@@ -105,7 +105,7 @@ def _islands(
 ) -> Iterator[Island]:
     for name, module in tree.named_modules(model):
         _check(name, module, ruled)
-    own = next((flat.kind.master for unit in units for flat in unit.flats if flat.kind.master.is_floating_point), None)
+    own = next((flat.kind.master for flat in flats_of(units) if flat.kind.master.is_floating_point), None)
     outside = said or own or torch.float32
     for module, dtype in _outermost(model, ruled, outside):
         yield Island(module, dtype, outside)

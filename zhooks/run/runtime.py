@@ -29,7 +29,7 @@ from zhooks.activation import SavedParameters
 from zhooks.comm import Comm, GatherControl, LastInputs
 from zhooks.compiled import Breaks
 from zhooks.grad import Node, Reducer, Scaling, in_backward, running, transforms, watch_direct
-from zhooks.layout import Ignored, Table
+from zhooks.layout import Ignored, Table, flats_of
 from zhooks.refusals import no_accumulation, transformed
 from zhooks.run.members import Members
 from zhooks.run.passes import Frame, Pass
@@ -134,8 +134,8 @@ class Runtime(Engine):
         self.paths.take([unit.plan for unit in units])
         self.releases = self.paths.releases
         self._out.clear()
-        self.saved.watch([flat for unit in units for flat in unit.flats])
-        self.reducer.watch([flat for unit in units for flat in unit.flats if flat.kind.trainable])
+        self.saved.watch(flats_of(units))
+        self.reducer.watch([flat for flat in flats_of(units) if flat.kind.trainable])
         self.bus.restate()
 
     def forget_idle_graphs(self) -> bool:
@@ -150,7 +150,7 @@ class Runtime(Engine):
         """Nothing is open here that a layout made anew would end: no forward without its backward, no sum that is held back,
         nothing that somebody keeps gathered."""
         asked = self._resident or self._unsharded or self.reducer.open or self.reducer.accumulation.owed
-        return not asked and not any(flat.awaits_backward for unit in self._units for flat in unit.flats)
+        return not asked and not any(flat.awaits_backward for flat in flats_of(self._units))
 
     # Forward.
 
@@ -264,7 +264,7 @@ class Runtime(Engine):
         """Everything is gathered and stays so on every rank, as in ``resident``: a forward without gradients waits for nobody,
         and nobody for it."""
         stays = self._resident > 0 or not self.releases
-        return stays and all(flat.current() or not flat.layout.padded for unit in self._units for flat in unit.flats)
+        return stays and all(flat.current() or not flat.layout.padded for flat in flats_of(self._units))
 
     def _end_pass(self, current: Pass, failed: bool) -> None:
         walk, grad = current.walk, torch.is_grad_enabled()
@@ -362,7 +362,7 @@ class Runtime(Engine):
         """
         if self._fetches_ahead or self.paths.choices.uneven:
             return False
-        settled = [flat.settle() for unit in self._units for flat in unit.flats]
+        settled = [flat.settle() for flat in flats_of(self._units)]
         return any(settled)
 
     def _release_idle(self, step: Step, backward: bool) -> None:
@@ -540,7 +540,7 @@ class Runtime(Engine):
     @property
     def updated_early(self) -> bool:
         """Updates in backward have changed values for a step that has not come."""
-        return any(flat.spent for unit in self._units for flat in unit.flats)
+        return any(flat.spent for flat in flats_of(self._units))
 
     def abandon(self) -> bool:
         """Be at rest after ranks have not met, without waiting for any; whether gradients of a backward were lost.

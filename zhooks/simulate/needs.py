@@ -15,7 +15,7 @@ from torch import nn
 from offload.policy import Policy
 from offload.tier import Tier
 from zhooks import tree
-from zhooks.layout import FlatPlan, Group, Ignored, UnitPlan, find_units
+from zhooks.layout import FlatPlan, Group, Ignored, UnitPlan, find_units, flats_of
 from zhooks.plan import Layouts, device_floor, ignored_here, state_nbytes
 from zhooks.simulate.axes import Candidate
 from zhooks.simulate.best_first import Memory
@@ -103,7 +103,7 @@ class Needs:
 
     def _count(self, candidate: Candidate) -> Need:
         policy, units = self._units(candidate, self.base)
-        flats = tuple(flat for unit in units for flat in unit.flats)
+        flats = tuple(flats_of(units))
         cells = [cell for flat in flats for cell in flat.footprint()]
         states = self._state_nbytes(candidate)
         # Each flat's share of them lies where its optimizer's cell does.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zhooks.unit.buffer_pool import Pool, Reserve, Scratch, device_keeps
+from zhooks.unit.buffer_pool import Pool, Reserve, Scratch
 from zhooks.unit.flat import Engine, Flat, Links, State
 from zhooks.unit.full_values import Ranges, all_copies, full_copies, passing, spread
 from zhooks.unit.storage import Storage
@@ -20,7 +20,6 @@ __all__ = [
     "Storage",
     "Unit",
     "all_copies",
-    "device_keeps",
     "find_slots",
     "full_copies",
     "loose_references",

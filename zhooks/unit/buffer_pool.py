@@ -114,7 +114,8 @@ class Pool:
         alone = torch._C._storage_Use_Count(storage._cdata) <= (3 if buffer._is_view() else 2)
         # Not the storage's, which may be whole pages: the next taker asks for as many as this one did.
         nbytes = buffer.nbytes
-        if device_keeps(buffer.device) or not alone or nbytes > min(self.bound, self.idle_nbytes):
+        # A device's own allocator keeps what is freed.
+        if not computes_on_host(buffer.device) or not alone or nbytes > min(self.bound, self.idle_nbytes):
             return
         while self._held + nbytes > self.idle_nbytes:
             self._drop_one()
@@ -181,8 +182,3 @@ class Scratch:
     def reset(self) -> None:
         """The next unit begins."""
         self._used = 0
-
-
-def device_keeps(device: torch.device) -> bool:
-    """The device's own allocator keeps freed blocks."""
-    return not computes_on_host(device)
