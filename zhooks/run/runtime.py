@@ -35,7 +35,8 @@ from zhooks.run.members import Members
 from zhooks.run.passes import Frame, Pass
 from zhooks.run.paths import Paths
 from zhooks.run.schedule import Choices, Scope, Step, Walk
-from zhooks.unit import Engine, Flat, Pool, Unit
+from zhooks.tensor import Engine
+from zhooks.unit import Flat, Pool, Unit
 
 _living: weakref.WeakSet[Runtime] = weakref.WeakSet()
 

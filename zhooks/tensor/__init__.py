@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zhooks.tensor.checkpoint_chunks import check_together
 from zhooks.tensor.elementwise import as_step
-from zhooks.tensor.group import HeldSums, ShardGroup
+from zhooks.tensor.group import Engine, HeldSums, ShardGroup
 from zhooks.tensor.hashes import hash_of
 from zhooks.tensor.overflow import Name, Overflow, Overflows, Watch, overflowed
 from zhooks.tensor.range_tensor import ParamShard, part_numel, range_alone
@@ -13,6 +13,7 @@ from zhooks.tensor.stored import StoredTensor, spanned
 from zhooks.tensor.vectors import VectorShard
 
 __all__ = [
+    "Engine",
     "HeldSums",
     "Name",
     "Overflow",

@@ -111,7 +111,7 @@ def _gathered(
         nonlocal found
         if isinstance(value, RangeTensor):
             if value._bound:
-                value._bound.before_use()
+                value._bound.engine.before_use()
             # Which may have bound it to another flat.
             if value._bound and (frozen or value.requires_grad):
                 found = True
@@ -203,7 +203,7 @@ def _requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     if not bound:
         refuse_gradients(tensor)
     elif isinstance(tensor, torch.nn.Parameter):
-        bound.relayout()
+        bound.engine.relayout()
     elif tensor.requires_grad and sys._getframe(2).f_globals.get("__name__") != torch.utils.checkpoint.__name__:
         # Of a reentrant checkpoint's input, the node that stands for the parameter takes the gradient, as it should.
         raise ShardedOpError(

@@ -1,6 +1,6 @@
 """The ranks that share one flat buffer: who has which range, and how ranges are combined and made whole over them.
 
-``unit/flat.py`` makes it, every tensor with a range of the buffer keeps it.  It never leads to a parameter.
+``unit/flat.py`` makes it, every tensor with a range of the buffer keeps it.
 
 Note: [Group and owner]
     A gradient or a state needs its group as long as somebody keeps it, whatever became of the model or its layout.  The group
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zhooks.tensor.overflow import Watch
     from zhooks.tensor.range_tensor import RangeTensor
 
-__all__ = ["HeldSums", "Owner", "ShardGroup"]
+__all__ = ["Engine", "HeldSums", "Owner", "ShardGroup"]
 
 
 class HeldSums(Protocol):
@@ -47,9 +47,27 @@ class HeldSums(Protocol):
         """Reduce the sums of all parameters: the values are needed.  Collective."""
 
 
+class Engine:
+    """Who runs the passes that a flat is used in: nobody, where the model is plain; else ``run/runtime.py``."""
+
+    def loose_use(self, flat: Any) -> None:
+        """A parameter is used outside its module's forward: its flat is gathered."""
+
+    def due(self) -> None:
+        """Gradients are needed: an open backward is finished, and what adds up is reduced.  Collective."""
+
+    def relayout(self) -> None:
+        """A parameter was frozen or unfrozen: the layout follows at the next entry."""
+
+    def before_use(self) -> None:
+        """A parameter is used: outside a forward the layout follows freezes first; it may be bound anew."""
+
+
 class Owner(Protocol):
     """The flat buffer of a parameter."""
 
+    engine: Engine
+    """Hears that parameters are used, or frozen."""
     node_asked: bool
     """Somebody has asked autograd for a parameter's accumulation node."""
     sums: HeldSums | None
@@ -58,20 +76,11 @@ class Owner(Protocol):
     def written(self, index: int | None = None) -> None:
         """The shard's values changed, those of one parameter or all: whatever is gathered is stale."""
 
-    def finish_backward(self) -> None:
-        """Finish a backward that is still open, so that gradients are what they claim."""
-
     def look(self, name: str) -> None:
         """The user reads the gradient of a parameter: an open backward is finished, and it must be there to be read."""
 
     def view(self, index: int) -> Tensor:
         """The full plain tensor of parameter ``index``, gathered if need be; part of the graph where grad is on."""
-
-    def relayout(self) -> None:
-        """A parameter was frozen or unfrozen: the layout follows at the next entry."""
-
-    def before_use(self) -> None:
-        """A parameter is used: outside a forward the layout follows freezes first; it may be bound anew."""
 
 
 class ShardGroup:

@@ -328,12 +328,12 @@ class RangeTensor(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, object: object) -> list[Any]:
         if self._bound is not None:
-            self._bound.finish_backward()
+            self._bound.engine.due()
         return write_items(fqn, self._spec.shape, self._at.dtype, written_by(self._spec, fqn))
 
     def __create_chunk_list__(self) -> list[Any]:
         if self._bound is not None:
-            self._bound.finish_backward()
+            self._bound.engine.due()
         if self._origin is not None:
             self._origin.numbers = None  # who asks loads values, on the ranks that have a range: no expression on any
         return chunk_list(chunks_of(self._spec))

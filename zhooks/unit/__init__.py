@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from zhooks.unit.buffer_pool import Pool, Reserve, Scratch
-from zhooks.unit.flat import Engine, Flat, Links, State
+from zhooks.unit.flat import Flat, Links, State
 from zhooks.unit.full_values import Ranges, all_copies, full_copies, passing, spread
 from zhooks.unit.storage import Storage
 from zhooks.unit.unit import Unit, find_slots, loose_references
 
 __all__ = [
-    "Engine",
     "Flat",
     "Links",
     "Pool",

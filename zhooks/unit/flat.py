@@ -27,7 +27,7 @@ from offload.work import during
 from zhooks.comm import DONE, Transport, Work
 from zhooks.layout import FlatPlan
 from zhooks.refusals import too_late
-from zhooks.tensor import HeldSums, ParamShard, ShardGroup, Watch
+from zhooks.tensor import Engine, HeldSums, ParamShard, ShardGroup, Watch
 from zhooks.unit.buffer_pool import Pool
 from zhooks.unit.storage import ParamStorage
 from zhooks.unit.views import Views
@@ -40,22 +40,6 @@ class State(Enum):
     LAUNCHING = "launching"
     GATHERING = "gathering"
     GATHERED = "gathered"
-
-
-class Engine:
-    """Who runs the passes that a flat is used in: nobody, where the model is plain; else ``run/runtime.py``."""
-
-    def loose_use(self, flat: Flat) -> None:
-        """A parameter is used outside its module's forward: it is gathered."""
-
-    def due(self) -> None:
-        """Gradients are needed: an open backward is finished, and what adds up is reduced."""
-
-    def relayout(self) -> None:
-        """A parameter was frozen or unfrozen: the layout follows at the next entry."""
-
-    def before_use(self) -> None:
-        """A parameter is about to be used: outside a forward the layout follows freezes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +132,6 @@ class Flat:
             return
         self.storage.writes += 1
         self.views.stale(index)
-
-    def finish_backward(self) -> None:
-        self.engine.due()
-
-    def relayout(self) -> None:
-        self.engine.relayout()
-
-    def before_use(self) -> None:
-        self.engine.before_use()
 
     def look(self, name: str) -> None:
         self.engine.due()
