@@ -1,6 +1,6 @@
 """Whether an object has a holder beside the sequence it is handed in, whatever this interpreter counts on the way.
 
-``zhooks/unit/views.py`` asks before it points a tensor elsewhere.  Python 3.14 borrows references where 3.11 counted them, so
+``zhooks/unit/flat.py`` asks before it points a tensor elsewhere.  Python 3.14 borrows references where 3.11 counted them, so
 the count of an object that nobody else holds is measured, by the very code that measures, and never assumed.  It starts without
 torch, so that its tests can run it under every Python there is.
 """

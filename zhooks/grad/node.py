@@ -51,7 +51,7 @@ class Gather(torch.autograd.Function):
     def forward(ctx: Any, node: Node, flat: Flat, *params: Tensor) -> tuple[Tensor, ...]:
         ctx.node, ctx.flat = node, flat
         ctx.set_materialize_grads(False)
-        return flat.graph_views()
+        return flat.fresh_views()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -61,7 +61,7 @@ class Gather(torch.autograd.Function):
         ctx.flat.backward_came(ctx)
         if ctx.flat.node_asked:
             put_off_hooks(ctx, ctx.flat)
-        parts, accumulating = ctx.flat.views.parts(grads), accumulates(ctx)
+        parts, accumulating = ctx.flat.plain_grads(grads), accumulates(ctx)
         if accumulating:
             # As a leaf that was frozen after its forward: what the graph has for it is dropped.
             # Asked past the sharded tensor's own functions, which would take longer than all else here.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,15 +23,15 @@ from torch import Tensor, nn
 from offload.device import StreamUses
 from offload.errors import ShardedOpError, TierError
 from offload.events import HERE, Bus
+from offload.references import held_elsewhere
 from offload.store import BlockRange, Store
 from offload.work import during
 from zhooks.comm import DONE, Transport, Work
-from zhooks.layout import FlatPlan
+from zhooks.layout import FlatPlan, part_of
 from zhooks.refusals import too_late
 from zhooks.tensor import Engine, HeldSums, ParamShard, ShardGroup, Watch
 from zhooks.unit.buffer_pool import Pool
 from zhooks.unit.storage import ParamStorage
-from zhooks.unit.views import Views
 
 
 class State(Enum):
@@ -101,7 +102,15 @@ class Flat:
         self.specs: list[ParamShard] = []
         self.full: Tensor | None = None
         self.state = State.RELEASED
-        self.views = Views(plan.kind, plan.layout, self.specs)
+        # What modules and autograd see of the full buffer: tensors on its memory, the same with parts of a divided parameter
+        # wrapped, and outputs of the node that stands for the flat.
+        self._plain: list[Tensor] | None = None
+        self._shown: list[Tensor] | None = None
+        self._graph: tuple[Tensor, ...] | None = None
+        # The node's outputs left the buffer they were made on: they share no version counters with the plain views any more.
+        self._moved = False
+        # Wrappers count versions of their own, and autograd checks those.
+        self._wrappers: list[weakref.ref[Tensor]] = []
         # The shard holds the parameters' values, on every rank that shares it: of an attach that failed half way, not yet.
         self.holds = False
         # Somebody asked autograd for the accumulation node of one of the parameters, and may have put hooks on it.
@@ -131,7 +140,7 @@ class Flat:
             # The update that writes has a thread of its own, and was told of when it began.
             return
         self.storage.writes += 1
-        self.views.stale(index)
+        self._stale(index)
 
     def look(self, name: str) -> None:
         self.engine.due()
@@ -181,7 +190,7 @@ class Flat:
             self._uses.taken()
         now = self.version()
         if before != now:
-            self.views.stale(None)
+            self._stale(None)
         if self.bus.active:
             self.bus.hold("parameter on device", self.name, self.full.untyped_storage())
             self.bus.begin("gather", self.name, self.moved_nbytes, at=HERE)
@@ -246,7 +255,7 @@ class Flat:
         if self.state is State.RELEASED or not self.releasable:
             return
         self.state = State.RELEASED
-        self.views.drop(self.full)
+        self._drop_views()
         full, self.full = self.full, None
         if full is not None:
             if self.pool.arena is not None:
@@ -260,7 +269,7 @@ class Flat:
         self.storage.sent()
         if self.releasable and self.state is not State.RELEASED:
             self.state = State.RELEASED
-            self.views.drop(self.full)
+            self._drop_views()
             self.full = None
         elif self.state in (State.LAUNCHING, State.GATHERING):
             self.state, self._version = State.GATHERED, -1
@@ -279,17 +288,103 @@ class Flat:
                 f"Cannot gather the tensor of {self.name}. Expected an attached model to gather it, found one that was "
                 "detached. Use the plain model; to_local() still returns this rank's range."
             )
-        if self.kind.trainable and torch.is_grad_enabled() and self.node is not None:
-            return self.views.graph(self.full, self._begin_node)
-        return self.views.shown(self.full)
+        if not (self.kind.trainable and torch.is_grad_enabled() and self.node is not None):
+            if self._shown is None:
+                with torch.inference_mode(False):
+                    plain = self._on_full()
+                    self._shown = [*map(self._wrapped, self.specs, plain)] if self._divided else plain
+            return self._shown
+        if self._graph is None:
+            self._graph, self._moved = self.node(self), False
+            self.nodes += 1
+            self._made.add(self._graph[0].grad_fn)
+            self._waiting.add(self._graph[0].grad_fn)
+        elif self._graph and part_of(self._graph[0]).untyped_storage()._cdata != self.full.untyped_storage()._cdata:
+            for view, fresh in zip(self._graph, self._on_full(), strict=True):
+                part_of(view).data = fresh
+        return self._graph
 
-    def _begin_node(self) -> tuple[Tensor, ...]:
-        assert self.node is not None
-        made = self.node(self)
-        self.nodes += 1
-        self._made.add(made[0].grad_fn)
-        self._waiting.add(made[0].grad_fn)
+    @cached_property
+    def _divided(self) -> bool:
+        return any(spec.division is not None for spec in self.specs)
+
+    def fresh_views(self) -> tuple[Tensor, ...]:
+        """New tensors for a node's outputs; they share the version counters of the plain ones."""
+        views = [view.detach() for view in self._on_full()]
+        return tuple(map(self._wrapped, self.specs, views) if self._divided else views)
+
+    def _on_full(self) -> list[Tensor]:
+        """New tensors on the buffer's storage; not views to autograd, so a gather bumps no version they check."""
+        if self._plain is None:
+            assert self.full is not None
+            with torch.inference_mode(False):
+                storage, starts = self.full.untyped_storage(), self.layout.starts
+                dtype, device, empty = self.kind.compute, self.kind.device, torch.empty
+                self._plain = [
+                    empty(0, dtype=dtype, device=device).set_(storage, start, spec.part_shape, spec.part_stride)
+                    for start, spec in zip(starts, self.specs, strict=True)
+                ]
+        return self._plain
+
+    def _wrapped(self, spec: ParamShard, view: Tensor) -> Tensor:
+        """A parameter that is divided over tp is shown as a DTensor."""
+        if spec.division is None:
+            return view
+        self._wrappers = [known for known in self._wrappers if known() is not None]
+        made = spec.division.wrap(view)
+        self._wrappers.append(weakref.ref(made))
         return made
+
+    def plain_grads(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What autograd hands to the node, as plain tensors of the parts.  Collective where a partial sum is among them."""
+        if not self._divided:
+            return list(grads)
+        return [
+            grad if grad is None or spec.division is None else spec.division.cut(grad)
+            for grad, spec in zip(grads, self.specs, strict=True)
+        ]
+
+    def _stale(self, index: int | None) -> None:
+        """Values changed under tensors that autograd may have saved, of one parameter or all: its check shall find out."""
+        graph, self._graph = self._graph, None
+        if self._plain is not None:
+            torch.autograd.graph.increment_version(self._plain if index is None else self._plain[index])
+        if graph is not None and self._moved:
+            torch.autograd.graph.increment_version([part_of(view) for view in graph])
+        if self._wrappers:
+            alive = [wrapper for wrapper in (known() for known in self._wrappers) if wrapper is not None]
+            torch.autograd.graph.increment_version(alive)
+
+    def _drop_views(self) -> None:
+        """The buffer is released: let go of it, and keep the node's outputs for the next use, others in place of those that
+        somebody else has.
+
+        One node a forward sends one sum to the reductions, as plain autograd adds up the uses of a parameter; of two nodes
+        each would be averaged by itself, and their sum rounded otherwise.
+        """
+        graph, self._graph = self._graph, None
+        if graph and held(graph):
+            graph = self._others(graph)
+        self._plain = self._shown = None
+        if graph is None:
+            return
+        self._graph = graph
+        nothing = torch.empty(0, dtype=self.kind.compute, device=self.kind.device)
+        for view in self._graph:
+            part_of(view).data = nothing
+        self._moved = True
+
+    def _others(self, graph: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """Tensors whose gradients go on to the node of ``graph``; None where none can be made."""
+        if self.full is None or torch._C._functorch.peek_interpreter_stack() is not None:
+            return None
+        with torch.inference_mode(False), torch.enable_grad():
+            others: tuple[Tensor, ...] = _Others.apply(self.fresh_views(), *graph)  # type: ignore[no-untyped-call]
+        return others
+
+    def end_graph(self) -> None:
+        """Backward has used the nodes of this forward: the next one makes its own."""
+        self._graph = None
 
     def backward_came(self, node: Any) -> None:
         """A backward has come to one of its nodes."""
@@ -303,15 +398,6 @@ class Flat:
     def nodes_in_backward(self) -> list[Any]:
         """The nodes of this buffer that the backward that runs has reached, or will reach."""
         return [node for node in self._made if torch._C._will_engine_execute_node(node)]
-
-    def graph_views(self) -> tuple[Tensor, ...]:
-        """New tensors for a node's outputs."""
-        assert self.full is not None
-        return self.views.fresh(self.full)
-
-    def end_graph(self) -> None:
-        """Backward has used the nodes of this forward: the next one makes its own."""
-        self.views.end_graph()
 
     def detach(self) -> None:
         """Its parameters are plain, or of no further use."""
@@ -339,3 +425,32 @@ class Flat:
             self.full = full
             self._uses.taken()
             self.state, self._version = State.GATHERED, self.version()
+
+
+class _Others(torch.autograd.Function):
+    """The same values in other tensors; gradients go where those of the first go."""
+
+    @staticmethod
+    def forward(ctx: Any, others: tuple[Tensor, ...], *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return others
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *grads)
+
+
+def held(views: Sequence[Tensor]) -> bool:
+    """Somebody besides the table of views refers to these very tensors, or to the parts that DTensors among them wrap."""
+    parts = _wrapped(views)
+    return (
+        held_elsewhere(views)
+        or held_elsewhere(parts, known=1)
+        or any(tensor._use_count() > 1 for tensor in (*views, *parts))  # type: ignore[attr-defined]
+    )
+
+
+def _wrapped(views: Sequence[Tensor]) -> list[Tensor]:
+    """The parts inside DTensors; no name of it outlives the call, for ``held`` counts references."""
+    pairs = [(view, part_of(view)) for view in views]
+    return [part for view, part in pairs if part is not view]
