@@ -39,20 +39,6 @@ class Slot:
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class Recurrent:
-    """A module that keeps a list of its weights beside its attributes, with weak references to see them change."""
-
-    module: nn.Module
-    weights: tuple[Any, ...]
-
-    def hide(self) -> None:
-        self.module.__dict__["_flat_weights"] = list(self.weights)
-        if "_flat_weight_refs" in self.module.__dict__:
-            references = [None if weight is None else weakref.ref(weight) for weight in self.weights]
-            self.module.__dict__["_flat_weight_refs"] = references
-
-
 class Unit:
     """A group of parameters gathered together, and the places in modules where they are put while in use."""
 
@@ -60,7 +46,8 @@ class Unit:
         self.plan, self.name, self.number, self.entries = plan, plan.name, plan.number, plan.group.entries
         self.flats: list[Flat] = []
         self.slots: list[Slot] = []
-        self.recurrent: list[Recurrent] = []
+        # Modules that keep a list of their weights beside their attributes, with weak references to see them change.
+        self.recurrent: list[tuple[nn.Module, list[Any]]] = []
         self._shown: list[tuple[Tensor, tuple[int, int]]] = []
         # Values of the forward under way with a sum of each, and the kinds of forward (with gradients, without) that were
         # compared: Note [Writes that leave no mark].
@@ -135,8 +122,10 @@ class Unit:
         """Put the sharded parameters back."""
         for slot in self.slots:
             slot.table[slot.key] = self.flats[slot.flat].params[slot.index]
-        for module in self.recurrent:
-            module.hide()
+        for module, weights in self.recurrent:
+            module.__dict__["_flat_weights"] = list(weights)
+            if "_flat_weight_refs" in module.__dict__:
+                module.__dict__["_flat_weight_refs"] = _references(weights)
 
 
 def _copies_of(flat: Flat) -> Iterator[tuple[str, Tensor]]:
@@ -186,7 +175,7 @@ def find_slots(model: nn.Module, units: Sequence[Unit]) -> None:
         weights = module.__dict__.get("_flat_weights")
         if isinstance(weights, list):
             for unit in {where[id(weight)][0] for weight in weights if id(weight) in where}:
-                unit.recurrent.append(Recurrent(module, tuple(weights)))
+                unit.recurrent.append((module, list(weights)))
 
 
 def _drop_computed(model: nn.Module) -> None:
@@ -211,5 +200,8 @@ def loose_references(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module in held:
-            weights = module.__dict__["_flat_weights"]
-            module.__dict__["_flat_weight_refs"] = [None if weight is None else weakref.ref(weight) for weight in weights]
+            module.__dict__["_flat_weight_refs"] = _references(module.__dict__["_flat_weights"])
+
+
+def _references(weights: Sequence[Any]) -> list[weakref.ref[Any] | None]:
+    return [None if weight is None else weakref.ref(weight) for weight in weights]
