@@ -141,9 +141,8 @@ class Runtime(Engine):
 
     def forget_idle_graphs(self) -> bool:
         idle = self.outermost and not in_backward()
-        for unit in self._units if idle else ():
-            for flat in unit.flats:
-                flat.end_graph()
+        for flat in flats_of(self._units) if idle else ():
+            flat.end_graph()
         return idle
 
     @property
@@ -296,9 +295,8 @@ class Runtime(Engine):
     def _abandon_gathers(self) -> None:
         """After an exception nothing may wait: other ranks may be anywhere."""
         self.saved.forget()
-        for unit in self._units:
-            for flat in unit.flats:
-                flat.abandon()
+        for flat in flats_of(self._units):
+            flat.abandon()
         self._out.clear()
 
     def _catch_up(self, walk: Walk, keep: frozenset[int]) -> None:
@@ -563,9 +561,8 @@ class Runtime(Engine):
         for unit in self._units:
             unit.trainable_left = 0
         self._abandon_gathers()
-        for unit in self._units:
-            for flat in unit.flats:
-                flat.forget()
+        for flat in flats_of(self._units):
+            flat.forget()
         self.forget_idle_graphs()
         self.take(self._units)
         return lost

@@ -275,8 +275,7 @@ class Flat:
             self.state, self._version = State.GATHERED, -1
 
     def forget(self) -> None:
-        """As ``abandon``, and what is gathered passes for the values no more: other ranks may have gathered less."""
-        self.abandon()
+        """What is gathered passes for the values no more: other ranks may have gathered less."""
         self._version = -1
 
     # Views.
