@@ -1,21 +1,23 @@
-"""What a pickle describes, as plain data: its instructions are interpreted here, and nothing it names is imported or called.
+"""What a pickle describes, as plain data: an unpickler that imports nothing and calls nothing that a pickle names.
 
-``torch_file.py`` reads the pickle of a file of ``torch.save`` with it.  Containers, numbers, texts and tensors become what they
-are; whatever else a pickle would build is a `Made`, which says what of and does nothing.
+``torch_file.py`` reads the pickle of a file of ``torch.save`` with it, ``offload/dcp`` the ``.metadata`` of its folders.
+Containers, numbers, texts and tensors become what they are; whatever else a pickle would build is a `Made`, which says what of
+and does nothing.
 
 Note: [Bounds]
-    Every instruction costs bytes of the file, and none makes more than one object: memory is bounded by the file.  Calls that
-    copy what they are given may copy so much in all, for the memo can give them one long row again and again.  Keys of
-    dicts are plain values, so that nothing deep is ever hashed; who walks through the result bounds the walk (`plain`).
+    Every instruction costs bytes of the file, and none makes more than one object: memory is bounded by the file.  That is
+    why the memo is Python's dict and not the array of the C unpickler.  Calls that copy what they are given may copy so much
+    in all, for the memo can give them one long row again and again.  Keys of dicts are plain values, so that nothing deep is
+    ever hashed; who walks through the result bounds the walk (`plain`).
 """
 
 from __future__ import annotations
 
-import pickletools
-import warnings
-from collections.abc import Callable, Mapping
+import pickle
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import IO, Any
+from io import BytesIO
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from offload.text import one_line
 
@@ -57,7 +59,6 @@ class Made:
 
 
 Call = Callable[[tuple[Any, ...]], Any]
-_MARK = object()
 
 
 def interpret(raw: bytes | IO[bytes], calls: Mapping[str, Call], persistent: Callable[[Any], Any] | None = None) -> Any:
@@ -70,199 +71,120 @@ def interpret(raw: bytes | IO[bytes], calls: Mapping[str, Call], persistent: Cal
     Raises:
         PickleError: it is none, or has instructions that are not needed for data.
     """
-    machine = _Machine(calls, persistent)
     try:
-        with warnings.catch_warnings():
-            # Of texts of protocol 0, which are refused.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            for opcode, argument, _ in pickletools.genops(raw):
-                if opcode.name == "STOP":
-                    return machine.pop()
-                machine.step(opcode.name, argument)
+        return _Unpickler(BytesIO(raw) if isinstance(raw, bytes) else raw, calls, persistent).load()
     except PickleError:
         raise
-    except (ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError, RecursionError, MemoryError) as error:
+    # What the standard library raises for bytes that are no pickle is of any kind.
+    except Exception as error:
         raise PickleError(f"{type(error).__name__}: {error}"[:200]) from error
-    raise PickleError("no end")
 
 
-class _Machine:
-    """The stack and the memo of one pickle."""
+class _Instructions(dict[int, Any]):
+    def __missing__(self, code: int) -> Any:
+        raise PickleError(f"the instruction {bytes([code])!r}")
 
-    def __init__(self, calls: Mapping[str, Call], persistent: Callable[[Any], Any] | None) -> None:
-        self._calls, self._persistent = calls, persistent
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
-        self._copied = 0
 
-    def pop(self) -> Any:
-        found = self._stack.pop()
-        if found is _MARK:
-            raise PickleError("a mark in the place of a value")
-        return found
+#: Instructions that make plain values and rows, or look one up.
+_AS_THEY_ARE = (
+    pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.NONE, pickle.NEWTRUE,
+    pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.LONG4, pickle.BINFLOAT,
+    pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8, pickle.BINBYTES, pickle.SHORT_BINBYTES,
+    pickle.BINBYTES8, pickle.EMPTY_DICT, pickle.EMPTY_LIST, pickle.EMPTY_SET, pickle.EMPTY_TUPLE, pickle.TUPLE,
+    pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.LIST, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE,
+    pickle.BINGET, pickle.LONG_BINGET, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID,
+)  # fmt: skip
 
-    def step(self, name: str, argument: Any) -> None:
-        """One instruction."""
-        stack = self._stack
-        if name in _CONSTANTS:
-            stack.append(_CONSTANTS[name])
-        elif name in _LITERALS:
-            stack.append(argument)
-        elif name in _FRESH:
-            stack.append(_FRESH[name]())
-        elif name in _TUPLES:
-            count = _TUPLES[name]
-            stack.append(tuple([self.pop() for _ in range(count)][::-1]))
-        elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            self._memo[len(self._memo) if argument is None else argument] = self._top()
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(self._memo[argument])
-        elif name not in ("PROTO", "FRAME"):
-            method = getattr(self, f"_{name.lower()}", None) if name in _METHODS else None
-            if method is None:
-                raise PickleError(f"the instruction {name}")
-            stack.append(method(argument))
-            if stack[-1] is _MARK and name != "MARK":
-                stack.pop()
 
-    def _top(self) -> Any:
-        if self._stack[-1] is _MARK:
-            raise PickleError("a mark in the place of a value")
-        return self._stack[-1]
+class _Unpickler(pickle._Unpickler):
+    """The instructions that data needs; those that would call or change something are replaced."""
 
-    def _since_mark(self) -> list[Any]:
-        found: list[Any] = []
-        while (item := self._stack.pop()) is not _MARK:
-            found.append(item)
-        return found[::-1]
+    def __init__(self, file: IO[bytes], calls: Mapping[str, Call], persistent: Callable[[Any], Any] | None) -> None:
+        super().__init__(file)
+        self._calls, self._persistent, self._copied = calls, persistent, 0
+        self.stack: list[Any]
 
-    # Instructions: each returns what it leaves on the stack, _MARK where that is nothing new.
+    if TYPE_CHECKING:
 
-    def _mark(self, _: Any) -> Any:
-        return _MARK
+        def pop_mark(self) -> list[Any]: ...
 
-    def _tuple(self, _: Any) -> Any:
-        return tuple(self._since_mark())
-
-    def _list(self, _: Any) -> Any:
-        return self._since_mark()
-
-    def _dict(self, _: Any) -> Any:
-        found: dict[Any, Any] = {}
-        _set_items(found, self._since_mark())
-        return found
-
-    def _frozenset(self, _: Any) -> Any:
-        return frozenset(map(_key, self._since_mark()))
-
-    def _global(self, argument: str) -> Any:
-        module, _, name = argument.partition(" ")
+    def find_class(self, module: str, name: str) -> Any:
         return Named(module, name)
 
-    def _stack_global(self, _: Any) -> Any:
-        name, module = self.pop(), self.pop()
-        if not isinstance(name, str) or not isinstance(module, str):
-            raise PickleError("an invalid name")
-        return Named(module, name)
-
-    def _reduce(self, _: Any) -> Any:
-        args, what = self.pop(), self.pop()
-        if not isinstance(what, Named) or not isinstance(args, tuple):
-            raise PickleError("a call of something without a name")
-        call = self._calls.get(str(what))
-        if call is None:
-            return Made(what, args)
-        self._count(sum(len(each) for each in args if isinstance(each, (str, bytes, list, tuple, dict, set, frozenset))))
-        return call(args)
-
-    def _count(self, copied: int) -> None:
-        """See Note [Bounds]."""
-        self._copied += copied
-        if self._copied > _COPIED_MOST:
-            raise PickleError("copies without end")
-
-    _newobj = _reduce
-
-    def _newobj_ex(self, _: Any) -> Any:
-        options, args, what = self.pop(), self.pop(), self.pop()
-        if not isinstance(what, Named) or not isinstance(args, tuple):
-            raise PickleError("a call of something without a name")
-        self._count(len(args))
-        return Made(what, (*args, options))
-
-    def _build(self, _: Any) -> Any:
-        state, target = self.pop(), self._top()
-        if isinstance(target, Made):
-            target.state = state
-        elif not isinstance(target, dict):
-            raise PickleError(f"attributes of a {type(target).__name__}")
-        # Of an OrderedDict attributes are what a module said of its version.
-        return _MARK
-
-    def _append(self, _: Any) -> Any:
-        return self._extend([self.pop()])
-
-    def _appends(self, _: Any) -> Any:
-        return self._extend(self._since_mark())
-
-    def _extend(self, items: list[Any]) -> Any:
-        target = self._top()
-        into = target.items if isinstance(target, Made) else target
-        if not isinstance(into, list):
-            raise PickleError(f"items of a {type(target).__name__}")
-        into.extend(items)
-        return _MARK
-
-    def _setitem(self, _: Any) -> Any:
-        value, key = self.pop(), self.pop()
-        return self._assign([key, value])
-
-    def _setitems(self, _: Any) -> Any:
-        return self._assign(self._since_mark())
-
-    def _assign(self, items: list[Any]) -> Any:
-        target = self._top()
-        if isinstance(target, Made):
-            target.items.extend(zip(items[::2], items[1::2], strict=True))
-        elif isinstance(target, dict):
-            _set_items(target, items)
-        else:
-            raise PickleError(f"items of a {type(target).__name__}")
-        return _MARK
-
-    def _additems(self, _: Any) -> Any:
-        items, target = self._since_mark(), self._top()
-        if not isinstance(target, set):
-            raise PickleError(f"members of a {type(target).__name__}")
-        target.update(map(_key, items))
-        return _MARK
-
-    def _binpersid(self, _: Any) -> Any:
-        about = self.pop()
+    def persistent_load(self, about: Any) -> Any:
         if self._persistent is None:
             raise PickleError("a reference to a storage")
         return self._persistent(about)
 
-    def _pop(self, _: Any) -> Any:
-        self._stack.pop()
-        return _MARK
+    def _make(self) -> None:
+        """REDUCE and NEWOBJ."""
+        args, what = self.stack.pop(), self.stack.pop()
+        if not isinstance(what, Named) or not isinstance(args, tuple):
+            raise PickleError("a call of something without a name")
+        call = self._calls.get(str(what))
+        if call is not None:
+            self._copied += sum(len(each) for each in args if isinstance(each, (str, bytes, list, tuple, dict)))
+            if self._copied > _COPIED_MOST:
+                raise PickleError("copies without end")
+        self.stack.append(Made(what, args) if call is None else call(args))
 
-    def _pop_mark(self, _: Any) -> Any:
-        self._since_mark()
-        return _MARK
+    def _make_with_options(self) -> None:
+        """NEWOBJ_EX; keywords are left out."""
+        self.stack.pop()
+        self._make()
 
+    def _state(self) -> None:
+        """BUILD; of an OrderedDict it is what a module said of its version."""
+        state, target = self.stack.pop(), self.stack[-1]
+        if isinstance(target, Made):
+            target.state = state
+        elif not isinstance(target, dict):
+            raise PickleError(f"attributes of a {type(target).__name__}")
 
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-_LITERALS = frozenset({
-    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES",
-    "SHORT_BINBYTES", "BINBYTES8",
-})  # fmt: skip
-_FRESH: dict[str, Callable[[], Any]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_SET": set}
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_METHODS = frozenset({
-    "MARK", "TUPLE", "LIST", "DICT", "FROZENSET", "GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "NEWOBJ_EX", "BUILD", "APPEND",
-    "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BINPERSID", "POP", "POP_MARK",
-})  # fmt: skip
+    def _append(self) -> None:
+        self._extend([self.stack.pop()])
+
+    def _appends(self) -> None:
+        self._extend(self.pop_mark())
+
+    def _extend(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        into = target.items if isinstance(target, Made) else target
+        if not isinstance(into, list):
+            raise PickleError(f"items of a {type(target).__name__}")
+        into.extend(items)
+
+    def _item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._assign([(key, value)])
+
+    def _items(self) -> None:
+        items = self.pop_mark()
+        self._assign(list(zip(items[::2], items[1::2], strict=True)))
+
+    def _assign(self, pairs: list[tuple[Any, Any]]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, Made):
+            target.items.extend(pairs)
+        elif isinstance(target, dict):
+            target.update(keyed(pairs))
+        else:
+            raise PickleError(f"items of a {type(target).__name__}")
+
+    def _members(self) -> None:
+        items, target = self.pop_mark(), self.stack[-1]
+        if not isinstance(target, set):
+            raise PickleError(f"members of a {type(target).__name__}")
+        target.update(map(_key, items))
+
+    dispatch: ClassVar[dict[int, Any]] = _Instructions(
+        {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _AS_THEY_ARE}
+        | {
+            pickle.REDUCE[0]: _make, pickle.NEWOBJ[0]: _make, pickle.NEWOBJ_EX[0]: _make_with_options, pickle.BUILD[0]: _state,
+            pickle.APPEND[0]: _append, pickle.APPENDS[0]: _appends, pickle.SETITEM[0]: _item, pickle.SETITEMS[0]: _items,
+            pickle.ADDITEMS[0]: _members,
+        }
+    )  # fmt: skip
 
 
 def _key(value: Any) -> Any:
@@ -274,12 +196,7 @@ def _key(value: Any) -> Any:
     raise PickleError(f"a {type(value).__name__} as a key")
 
 
-def _set_items(into: dict[Any, Any], items: list[Any]) -> None:
-    for key, value in zip(items[::2], items[1::2], strict=True):
-        into[_key(key)] = value
-
-
-def keyed(pairs: Any) -> dict[Any, Any]:
+def keyed(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     """A dict of pairs, keys as in any dict of a pickle.
 
     Raises:

@@ -3,6 +3,10 @@
 Readers of other libraries' checkpoints open files here.  Nothing in the file is run (`pickled.py`), no length it claims is
 believed before it was compared with the file, and what is not read is never in memory.
 
+Note: [Not torch.load]
+    ``torch.load(weights_only=True, mmap=True)`` compares no checksums, maps no file of the older kind, which DeepSpeed still
+    writes, reads pickles of protocol 2 alone, and refuses a file for one object that nobody asked for.
+
 Source: the archive of torch/serialization.py, a zip file that compresses nothing.
 """
 
@@ -101,7 +105,7 @@ class Stored:
             return self.tensor().reshape(-1)[start : start + numel].clone()
         found = torch.empty(numel, dtype=self.dtype, device="cpu")
         if numel:
-            self.file.read_of(self.record, found.view(torch.uint8).numpy().data, self.offset + start * self.dtype.itemsize)
+            self.file.read(self.record, found.view(torch.uint8).numpy().data, self.offset + start * self.dtype.itemsize)
         return found
 
     def tensor(self) -> Tensor:
@@ -110,7 +114,7 @@ class Stored:
             return self.elements(0, self.numel).reshape(self.shape)
         span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         whole = torch.empty(span, dtype=self.dtype, device="cpu")
-        self.file.read_of(self.record, whole.view(torch.uint8).numpy().data, self.offset)
+        self.file.read(self.record, whole.view(torch.uint8).numpy().data, self.offset)
         return whole.as_strided(self.shape, self.stride).contiguous()
 
 
@@ -237,7 +241,7 @@ class TorchFile:
         self._identity = identity
         return handle
 
-    def read_of(self, record: str, into: memoryview, offset: int) -> None:
+    def read(self, record: str, into: memoryview, offset: int) -> None:
         """Bytes of a storage.
 
         Raises:
@@ -245,26 +249,14 @@ class TorchFile:
         """
         start, nbytes, _ = self._records[record]
         assert 0 <= offset <= offset + len(into) <= nbytes, f"{self.path}: {offset} + {len(into)} of {nbytes} bytes"
-        self._read(into, start + offset)
-
-    def _read(self, into: memoryview, offset: int) -> None:
-        """Bytes of the file.
-
-        Raises:
-            CheckpointError: they cannot be read.
-        """
-        handle = self._opened()
         try:
-            done = 0
-            while done < len(into):
-                count = os.preadv(handle, [into[done : done + _CHUNK]], offset + done)
-                if count == 0:
-                    raise self.refused(f"its end at byte {offset + done}")
-                done += count
+            with os.fdopen(self._opened(), "rb") as file:
+                file.seek(start + offset)
+                done = file.readinto(into)
         except OSError as error:
             raise self.refused(error.strerror or str(error)) from error
-        finally:
-            os.close(handle)
+        if done < len(into):
+            raise self.refused(f"its end at byte {start + offset + done}")
 
     def _archive(self, handle: int) -> dict[str, tuple[int, int, int]]:
         """Where each record lies, its bytes and its CRC-32."""
@@ -310,11 +302,11 @@ class TorchFile:
         Raises:
             CheckpointError: it is damaged.
         """
-        offset, nbytes, wanted = self._records[record]
+        _, nbytes, wanted = self._records[record]
         buffer, found = bytearray(min(_CHUNK, nbytes)), 0
         for at in range(0, nbytes, _CHUNK):
             memory = memoryview(buffer)[: min(_CHUNK, nbytes - at)]
-            self._read(memory, offset + at)
+            self.read(record, memory, at)
             found = zlib.crc32(memory, found)
         # torch.serialization.set_crc32_options(False) leaves none.
         if wanted and found != wanted:
