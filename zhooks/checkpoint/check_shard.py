@@ -1,12 +1,16 @@
 """Whether saved folders can be loaded into the run: everything is read and compared, nothing is changed.
 
-``save_load.py`` calls ``check`` on every rank; what it returns, ``load_shard.py``, is applied when all ranks found nothing
-wrong.  It never writes to the run.
+``save_load.py`` calls ``check`` on every rank, and ``check_stages`` once each stage of a pipeline has found its own; what
+``check`` returns, ``load_shard.py``, is applied when all ranks found nothing wrong.
 
 Note: [By name]
     A parameter's value, gradient and states are looked for by its name, whatever flat buffer, file or folder they lie in.
     What is each rank's own (buffers, random states, objects) comes from the file that stands for this rank, of the folder of
     its stage; what is a parameter's but not divided (a step), from that file of the parameter's folder.
+
+Note: [Own folders or common ones]
+    Either each stage loads folders of its own and takes all that is in them, or all stages load the same ones and divide what
+    is in them.  A stage sees only what it takes itself: what none takes, or two take for theirs, shows in the sum over stages.
 """
 
 from __future__ import annotations
@@ -14,26 +18,41 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from offload.errors import BudgetError, CheckpointError
-from zhooks.checkpoint.check_optimizers import Source, check_optimizers, require
-from zhooks.checkpoint.check_states import check_flat_states, check_gradients, check_narrower, check_partials
+from offload.shards import CHUNK
+from zhooks.checkpoint.check_optimizers import IN_FILE, check_optimizers, state_dtype
 from zhooks.checkpoint.ignored_values import check_left_out, check_writable, plain_of
-from zhooks.checkpoint.load_shard import Loading
+from zhooks.checkpoint.load_shard import FlatState, Loading, OptimizerStates
 from zhooks.checkpoint.rng import check as check_generators
 from zhooks.checkpoint.rng import derived
-from zhooks.checkpoint.saved_files import InFlat, SavedFolder, refuse_folders
-from zhooks.checkpoint.saved_run import Saved, check_alike, expect, find_params
+from zhooks.checkpoint.saved_folder import (
+    InFlat,
+    Saved,
+    SavedFolder,
+    another,
+    check_alike,
+    expect,
+    find_params,
+    refuse_folders,
+    require,
+)
+from zhooks.checkpoint.saved_ranges import ParamRanges
 from zhooks.checkpoint.shard_contents import (
     RunState,
     buffer_name,
     extra_states,
     gradient_name,
     kept_whole,
+    state_name,
     tensor_name,
 )
+from zhooks.comm import CONTROL, Call, Comm, text_digest
 from zhooks.layout import part_of
+from zhooks.tensor import ParamShard
 
-__all__ = ["check"]
+__all__ = ["check", "check_stages"]
 
 
 def check(run: RunState, folders: Sequence[SavedFolder]) -> tuple[Loading, int]:
@@ -52,8 +71,11 @@ def check(run: RunState, folders: Sequence[SavedFolder]) -> tuple[Loading, int]:
         axis = run.comm.stage.axis
         nbytes += folder.verify(axis.rank, axis.world, skip)
     check_alike(saved)
-    check_left_out(run.ignored, _only_here(run, _union(saved, "left out", {}), run.ignored.frozen), "load")
-    states = check_optimizers(run, [_source(saved, folder) for folder in folders])
+    left_out = {name: value for folder in folders for name, value in folder.own.get("left out", {}).items()}
+    if _in_stages(saved):
+        left_out = {name: value for name, value in left_out.items() if name in run.ignored.frozen}
+    check_left_out(run.ignored, left_out, "load")
+    states = check_optimizers(saved)
     modules = _check_modules(saved)
     extra = saved.main.extra(saved.unpacker(saved.main))
     loading = Loading(
@@ -65,17 +87,17 @@ def check(run: RunState, folders: Sequence[SavedFolder]) -> tuple[Loading, int]:
         },
         buffers=_check_buffers(saved),
         ignored=_check_ignored(saved),
-        gradients=check_gradients(saved),
-        partials=check_partials(saved),
+        gradients=_check_gradients(saved),
+        partials=_check_partials(saved),
         states=states,
-        flat_states=check_flat_states(saved, states),
+        flat_states=_check_flat_states(saved, states),
         modules=modules,
         objects=_check_objects(saved),
         rng=_check_random(saved),
         rounding=_check_rounding(saved),
         extra=extra,
     )
-    check_narrower(loading)
+    _check_narrower(loading)
     check_writable("load", kept_whole(run, "load"))
     try:
         run.check_room(loading.new_states())
@@ -103,27 +125,13 @@ def _in_stages(saved: Saved) -> bool:
     return saved.run.comm.pp.axis.world > 1
 
 
-def _union(saved: Saved, what: str, missing: Any = None) -> dict[str, Any]:
-    """What the folders say by name, one after the other."""
-    found: dict[str, Any] = {}
-    for folder in saved.folders:
-        document = saved.document(folder)
-        found |= document[what] if missing is None else document.get(what, missing)
-    return found
-
-
-def _only_here(run: RunState, found: dict[str, Any], here: Iterable[str]) -> dict[str, Any]:
-    names = set(here)
-    return {name: value for name, value in found.items() if name in names} if run.comm.pp.axis.world > 1 else found
-
-
 def _check_buffers(saved: Saved) -> dict[str, tuple[SavedFolder, int]]:
     """Where each buffer and ignored parameter is: folder and file."""
     run = saved.run
     buffers = kept_whole(run, "load")
     where: dict[str, tuple[SavedFolder, int]] = {}
     for folder in saved.folders:
-        for name, own in saved.document(folder)["buffers"].items():
+        for name, own in folder.own["buffers"].items():
             require(type(own) is bool, "a flag per buffer")
             at = folder, folder.counterpart if own else 0
             if name in where and _digest(*where[name], name) != _digest(*at, name):
@@ -172,7 +180,7 @@ def _check_ignored(saved: Saved) -> dict[str, SavedFolder]:
     params = plain_of(saved.run.ignored, "load")
     found: dict[str, SavedFolder] = {}
     for folder in saved.folders:
-        names = saved.document(folder).get("ignored gradients", [])
+        names = folder.own.get("ignored gradients", [])
         known = isinstance(names, list) and (_in_stages(saved) or params.keys() >= set(names))
         require(known, "gradients of ignored parameters")
         held = any(name.startswith(gradient_name("")) for record in folder.manifest.files for name in record.tensors)
@@ -189,7 +197,7 @@ def _check_modules(saved: Saved) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for folder in saved.folders:
         unpacker = saved.unpacker(folder)
-        for name, packed in saved.document(folder)["modules"].items():
+        for name, packed in folder.own["modules"].items():
             if name in found:
                 raise refuse_folders(f"an extra state of {name or 'the root'} in two of them")
             found[name] = unpacker.unpack(packed)
@@ -199,7 +207,7 @@ def _check_modules(saved: Saved) -> dict[str, Any]:
 
 
 def _check_objects(saved: Saved) -> dict[str, Any]:
-    given, kept = saved.run.objects, saved.document(saved.main)["objects"]
+    given, kept = saved.run.objects, saved.main.own["objects"]
     if given is None and kept:
         raise CheckpointError(
             f"load expected the objects that were saved ({', '.join(sorted(kept))}), found none. Pass the same objects= "
@@ -235,7 +243,7 @@ def _check_rounding(saved: Saved) -> dict[str, Any]:
     seeds: set[int] = set()
     counts: dict[str, int] = {}
     for folder in saved.folders:
-        state = saved.document(folder).get("rounding", {})
+        state = folder.own.get("rounding", {})
         require(isinstance(state, dict), "the state of rounding")
         if state:
             require(state.keys() == {"seed", "counts"} and isinstance(state["counts"], dict), "the state of rounding")
@@ -247,5 +255,200 @@ def _check_rounding(saved: Saved) -> dict[str, Any]:
     return {"seed": seeds.pop(), "counts": counts} if seeds else {}
 
 
-def _source(saved: Saved, folder: SavedFolder) -> Source:
-    return Source(folder, saved.document(folder)["optimizers"], saved.unpacker)
+# Gradients and states.
+
+
+def _indices(folder: SavedFolder, number: Any, indices: Any) -> list[ParamRanges]:
+    """The parameters of a saved flat buffer that these are.
+
+    Raises:
+        ValueError: it has no such.
+    """
+    require(type(number) is int and 0 <= number < len(folder.layout.flats), "the number of a unit")
+    members = folder.members[number]
+    inside = isinstance(indices, list) and all(type(index) is int and 0 <= index < len(members) for index in indices)
+    if not inside or sorted(set(indices)) != indices:
+        raise ValueError(f"parameters {indices} of {len(members)} in unit {number}")
+    return [members[index] for index in indices]
+
+
+def _check_gradients(saved: Saved) -> dict[str, InFlat]:
+    """The gradients that were held, by name of the parameter."""
+    found: dict[str, InFlat] = {}
+    for folder in saved.folders:
+        rows = folder.own["gradients"]
+        require(len(rows) == len(folder.layout.flats), "a row a unit")
+        for number, held in enumerate(rows):
+            name = tensor_name(number, "gradient")
+            for param in [] if held is None else _indices(folder, number, held):
+                if param.name in saved.params:
+                    expect(folder, folder.counterpart, name, param.flat.dtype, (param.flat.shard_numel,))
+                    found[param.name] = InFlat(folder, param, name)
+    return found
+
+
+def _check_partials(saved: Saved) -> dict[str, InFlat]:
+    """The sums that ``no_sync`` held back on the rank at this place.
+
+    Raises:
+        CheckpointError: there is another number of ranks, whose sums would mean another thing.
+    """
+    found: dict[str, InFlat] = {}
+    for folder in saved.folders:
+        kept, place = folder.layout.places, folder.place
+        names = [tensor_name(number, "partial") for number in range(len(folder.layout.flats))]
+        any_held = any(name in record.tensors for record in folder.manifest.files for name in names)
+        if any_held and not folder.as_many:
+            raise CheckpointError(
+                f"Cannot load {folder.path}. Expected as many ranks as saved, {len(kept.data[0])} x {kept.tp} (data x tp), "
+                f"because gradients accumulated inside no_sync differ per rank, found {place.data_world} x {place.own.tp}. "
+                "Load it on as many, or save after an accumulation has ended."
+            )
+        rows = folder.own["partials"]
+        require(len(rows) == len(folder.layout.flats), "a row a unit")
+        for number, present in enumerate(rows):
+            if present is None:
+                continue
+            members = folder.members[number]
+            flags = isinstance(present, list) and len(present) == len(members) and all(type(one) is bool for one in present)
+            require(flags, "a flag per parameter")
+            name = tensor_name(number, "partial")
+            entry = folder.entry(folder.counterpart, name)
+            whole = entry.shape == (members[0].flat.padded,) and entry.dtype.is_floating_point
+            require(whole, f"{name} of the whole unit")
+            for param, there in zip(members, present, strict=True):
+                if there and param.name in saved.params:
+                    spec = saved.specs[param.name]
+                    same = spec.place is None if param.saved.dim is None else spec.place is not None
+                    if not same or (spec.place is not None and spec.place[0::2] != (param.saved.dim, param.saved.count)):
+                        raise another(saved.folders, f"partial sums of {param.name}, which is divided differently over tp")
+                    found[param.name] = InFlat(folder, param, name)
+    return found
+
+
+def _check_flat_states(saved: Saved, states: Sequence[OptimizerStates]) -> dict[int, list[FlatState]]:
+    """Match the flat tensors of states with the places that wait for them."""
+    if not states:
+        return {}
+    run = saved.run
+    waiting = {
+        (number, id(param), key)
+        for number, one in enumerate(states)
+        for param, entry in one.entries.items()
+        for key, value in entry.items()
+        if value is IN_FILE
+    }
+    where = {spec.name: (number, index) for number, flat in enumerate(run.flats) for index, spec in enumerate(flat.specs)}
+    found: dict[tuple[int, int, Any, torch.dtype], dict[int, InFlat]] = {}
+    for folder in saved.folders:
+        unpacker = saved.unpacker(folder)
+        for number, which, packed, name, held in folder.own["states"]:
+            key, dtype = unpacker.unpack(packed), folder.entry(folder.counterpart, name).dtype
+            require(name == state_name(number, which, key, dtype), f"the name of a state of {dtype}")
+            for param in _indices(folder, number, held):
+                if param.name not in saved.params:
+                    continue
+                expect(folder, folder.counterpart, name, dtype, (param.flat.shard_numel,))
+                here, index = where[param.name]
+                flat = run.flats[here]
+                waiting.remove((which, id(flat.params[index]), key))
+                kept = state_dtype(run, dtype, param.flat.dtype, flat.kind.master)
+                found.setdefault((here, which, key, kept), {})[index] = InFlat(folder, param, name)
+    if waiting:
+        raise CheckpointError(
+            f"Cannot load {saved.main.path}. Expected a tensor for every optimizer state, found {len(waiting)} without. The "
+            "file is damaged."
+        )
+    out: dict[int, list[FlatState]] = {}
+    for (here, which, key, dtype), held in found.items():
+        out.setdefault(here, []).append(FlatState(states[which], key, dtype, dict(sorted(held.items()))))
+    return out
+
+
+def _check_narrower(loading: Loading) -> None:
+    """What is converted to a dtype of a smaller range fits it, this rank's ranges of values, gradients and states.
+
+    Raises:
+        CheckpointError: a finite number would become infinite.
+    """
+    for number, flat in enumerate(loading.run.flats):
+        master = flat.kind.master
+        for index, spec in enumerate(flat.specs):
+            found = [(each[spec.name], master) for each in (loading.values, loading.gradients) if spec.name in each]
+            states = loading.flat_states.get(number, ())
+            found += [(state.held[index], state.dtype) for state in states if index in state.held]
+            for where, dtype in found:
+                _check_fits(where, spec, dtype)
+
+
+def _check_fits(where: InFlat, spec: ParamShard, dtype: torch.dtype) -> None:
+    folder = where.folder
+    saved = folder.entry(folder.counterpart, where.name).dtype
+    if not (saved.is_floating_point and dtype.is_floating_point) or torch.finfo(dtype).max >= torch.finfo(saved).max:
+        return
+    most = CHUNK // saved.itemsize
+    for tp, shard, offset, numel in where.param.runs(spec):
+        reader = folder.reader(folder.rank_at(tp, shard))
+        for at in range(0, numel, most):
+            values = reader.elements(where.name, offset + at, min(most, numel - at))
+            if bool((values.to(dtype).isinf() & values.isfinite()).any()):
+                raise CheckpointError(
+                    f"Cannot load {folder.path}. Expected numbers that {dtype} can hold, found larger ones in {where.name} of "
+                    f"{spec.name}, saved as {saved}. Attach a model in a dtype with that range."
+                )
+
+
+# Stages of a pipeline.
+
+
+def check_stages(comm: Comm, loading: Loading) -> None:
+    """Whether stages take all of what they load between them: see Note [Own folders or common ones].  Collective over pp.
+
+    Raises:
+        CheckpointError: neither; on the ranks of every stage.
+    """
+    axis = comm.pp.axis
+    if axis.world == 1:
+        return
+    rows = _rows(loading)
+    each, left = _every_stage(comm, loading, sum(not taken for _, _, taken in rows))
+    if sum(map(len, each)) == len(frozenset().union(*each)) and not left:
+        return
+    problem = "different folders on some stages" + (", with tensors that the loading stage does not have" if left else "")
+    if len(set(each)) == 1:
+        counts = torch.tensor([taken for _, _, taken in rows], dtype=torch.int64, device="cpu")
+        comm.pp.all_reduce(Call(CONTROL, "load: names", "all stages"), counts, "sum")
+        found = list(zip(rows, counts.tolist(), strict=True))
+        lost = [f"{kind} {name} in no stage" for (kind, name, _), count in found if count == 0]
+        twice = [f"parameter {name} in more than one stage" for (kind, name, _), n in found if n > 1 and kind == "parameter"]
+        problem = next(iter(twice + lost), "")
+    if problem:
+        raise CheckpointError(
+            f"Cannot load {loading.folders[0].path}. Expected each stage's own folder, or the same folders on all stages with "
+            f"each parameter in one stage, under the name it was saved with, found {problem}. Use the same module names in all "
+            "stages and in the whole model."
+        )
+
+
+def _every_stage(comm: Comm, loading: Loading, left: int) -> tuple[list[frozenset[int]], int]:
+    """Which folders each stage loads, and how much is left over in all.  Collective over pp."""
+    axis, call = comm.pp.axis, Call(CONTROL, "load: folders", "all stages")
+    mine = [text_digest(folder.manifest.token) for folder in loading.folders]
+    most = torch.tensor([len(mine)], dtype=torch.int64, device="cpu")
+    comm.pp.all_reduce(call, most, "max")
+    tokens = torch.zeros(axis.world, int(most.item()) + 2, dtype=torch.int64, device="cpu")
+    tokens[axis.rank] = torch.tensor([left, len(mine), *mine, *[0] * (int(most.item()) - len(mine))], device="cpu")
+    comm.pp.all_reduce(call, tokens, "sum")
+    rows = tokens.tolist()
+    return [frozenset(row[2 : 2 + row[1]]) for row in rows], sum(row[0] for row in rows)
+
+
+def _rows(loading: Loading) -> list[tuple[str, str, bool]]:
+    """What the folders hold that belongs to a stage: its kind, its name, and whether this stage takes it; in one order."""
+    saved: dict[str, set[str]] = {"parameter": set(), "buffer": set(), "extra state": set()}
+    for folder in loading.folders:
+        saved["parameter"] |= folder.params.keys()
+        saved["buffer"] |= folder.own["buffers"].keys()
+        saved["extra state"] |= folder.own["modules"].keys()
+    taken = {"parameter": loading.values, "buffer": loading.buffers, "extra state": loading.modules}
+    return [(kind, name, name in taken[kind]) for kind, names in saved.items() for name in sorted(names)]

@@ -19,8 +19,8 @@ from offload.errors import CheckpointError
 from offload.events import Bus
 from offload.shards import Entry, destination
 from offload.text import shown_path
-from zhooks.checkpoint.check_stages import one_stage_a_path
 from zhooks.checkpoint.ignored_values import check_alike
+from zhooks.checkpoint.save_load import one_stage_a_path
 from zhooks.checkpoint.whole_folder import Recipe, WrittenTo, write_files
 from zhooks.comm import Comm, ControlPlane
 from zhooks.compiled import plain_name

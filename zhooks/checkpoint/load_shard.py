@@ -21,7 +21,7 @@ from offload.store import Mode
 from offload.tier import Tier
 from zhooks.checkpoint.ignored_values import plain_of
 from zhooks.checkpoint.rng import restore
-from zhooks.checkpoint.saved_files import InFlat, Run, SavedFolder, pour, runs
+from zhooks.checkpoint.saved_folder import InFlat, Run, SavedFolder, pour, runs
 from zhooks.checkpoint.shard_contents import RunState, buffer_name, extra_states, gradient_name, kept_whole
 from zhooks.layout import part_of
 from zhooks.optim import OwnedStates

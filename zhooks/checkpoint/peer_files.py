@@ -34,8 +34,8 @@ from offload.text import as_size
 from offload.tier import Tier
 from offload.user_warnings import warn_user
 from zhooks.checkpoint.peer_memory import Generation, PeerMemory, moved
-from zhooks.checkpoint.saved_files import GAP, Place, Present, SavedFolder, in_folder
-from zhooks.checkpoint.saved_layout import difference
+from zhooks.checkpoint.saved_folder import GAP, Place, Present, SavedFolder, in_folder
+from zhooks.checkpoint.saved_ranges import difference
 from zhooks.checkpoint.shard_contents import RunState, buffer_name, gradient_name
 from zhooks.comm import ControlPlane, Span
 

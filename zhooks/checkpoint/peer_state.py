@@ -25,10 +25,18 @@ from offload.store import BlockRange
 from zhooks.checkpoint.check_shard import check
 from zhooks.checkpoint.load_shard import Loading
 from zhooks.checkpoint.rng import generators
-from zhooks.checkpoint.saved_files import Files, Place, SavedFolder
-from zhooks.checkpoint.saved_layout import describe, places
-from zhooks.checkpoint.saved_run import tensors_in
-from zhooks.checkpoint.shard_contents import DOCUMENT, FileTensor, Piece, RunState, contents, group_names, opened
+from zhooks.checkpoint.saved_folder import Files, Place, SavedFolder, tensors_in
+from zhooks.checkpoint.shard_contents import (
+    DOCUMENT,
+    FileTensor,
+    Piece,
+    RunState,
+    contents,
+    describe,
+    group_names,
+    opened,
+    places,
+)
 from zhooks.checkpoint.state_tree import Unpacker
 from zhooks.comm import ControlPlane
 

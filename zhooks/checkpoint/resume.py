@@ -20,7 +20,7 @@ from offload.user_warnings import warn_user
 from zhooks.checkpoint.peer_files import brought
 from zhooks.checkpoint.peer_memory import Generation, PeerMemory
 from zhooks.checkpoint.save_load import load
-from zhooks.checkpoint.saved_files import in_folder
+from zhooks.checkpoint.saved_folder import in_folder
 from zhooks.checkpoint.shard_contents import RunState
 from zhooks.comm import ControlPlane
 

@@ -35,18 +35,16 @@ from offload.shards import (
 from offload.store import Store
 from offload.text import shown_path
 from zhooks.checkpoint.background import Commit, Saving, Writing, write_file
-from zhooks.checkpoint.check_shard import check
-from zhooks.checkpoint.check_stages import check_stages, one_stage_a_path
+from zhooks.checkpoint.check_shard import check, check_stages
 from zhooks.checkpoint.deepspeed_folder import deepspeed_folder
 from zhooks.checkpoint.load_shard import Loading
 from zhooks.checkpoint.parts_on_disk import PartsOnDisk, read_ahead
-from zhooks.checkpoint.saved_files import Files, Place, SavedFolder, in_folder
-from zhooks.checkpoint.saved_layout import describe, places
-from zhooks.checkpoint.shard_contents import FileTensor, RunState, contents, whole_digests
+from zhooks.checkpoint.saved_folder import Files, Place, SavedFolder, in_folder
+from zhooks.checkpoint.shard_contents import FileTensor, RunState, contents, describe, places, whole_digests
 from zhooks.checkpoint.snapshot import Snapshot
-from zhooks.comm import ControlPlane
+from zhooks.comm import Comm, ControlPlane
 
-__all__ = ["about_run", "load", "save", "save_beside"]
+__all__ = ["about_run", "load", "one_stage_a_path", "save", "save_beside"]
 
 Take = Callable[[Sequence[FileTensor]], Snapshot]
 FilesOf = Callable[[Path, Manifest], Files]
@@ -138,6 +136,21 @@ def _begin(run: RunState, folder: str | os.PathLike[str], series: Series) -> tup
     target = ranks.run(found)
     one_stage_a_path(run.comm, "save", ranks.on_first(lambda: str(target)))
     return ranks, Draft(target, ranks.on_first(lambda: secrets.token_hex(8)))
+
+
+def one_stage_a_path(comm: Comm, verb: str, path: str) -> None:
+    """Stages of a pipeline that save at once must not save to one path: the last would win.  Collective over pp.
+
+    Raises:
+        CheckpointError: two do; on the ranks of every stage.
+    """
+    stages = ControlPlane(comm.pp, verb)
+    if len(set(stages.texts(path))) < stages.size:
+        each, number = ("pipeline stages", "stage number") if comm.pipelined else ("ep ranks", "ep rank")
+        raise CheckpointError(
+            f"Cannot {verb} {path}. Expected a separate path for each of the {stages.size} {each}, found two that save to the "
+            f"same one. Put the {number} into the path."
+        )
 
 
 def about_run(run: RunState) -> dict[str, Any]:

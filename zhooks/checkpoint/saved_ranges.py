@@ -1,7 +1,7 @@
-"""From a range of a parameter as this run divides it over tp to the ranges of the parts it was saved in: integers alone.
+"""Where the elements of a saved parameter are, by file and place, for a run that divides it otherwise: integers alone.
 
-``saved_layout.py`` asks it where the elements of a parameter are that one rank owns.  It knows neither files nor tensors, and
-which rank has which range of a flat buffer is for ``layout/flat_ranges.py`` to say.
+``saved_folder.py`` asks it for the ranges that one rank owns.  It looks at no values and opens no file; which rank has which
+range of a flat buffer is for ``layout/flat_ranges.py`` to say.
 
 Note: [Storage order]
     A range of a parameter is one of its elements in the order in which they lie in memory.  A part of a tensor that is
@@ -14,7 +14,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Cut", "Laid", "cuts_of", "part_runs"]
+from offload.shards import SavedFlat, SavedParam
+from zhooks.layout import Layout, Segment
+from zhooks.tensor import ParamShard
+
+__all__ = ["Cut", "Laid", "ParamRanges", "cuts_of", "difference", "part_runs", "ranges_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +98,79 @@ def _cut(shape: Sequence[int], order: Sequence[int], laid: Laid) -> Cut:
         return Cut(max(1, math.prod(shape)), 1)
     inner = math.prod(shape[dim] for dim in order[order.index(laid.dim) + 1 :])
     return Cut(max(1, shape[laid.dim] // laid.count * inner), laid.count)
+
+
+@dataclass(frozen=True, slots=True)
+class ParamRanges:
+    """One parameter of a checkpoint, and which elements of it each place on shard saved.
+
+    Attributes:
+        layout: of its flat buffer, over one rank where each had all of it.
+        index: its place in the buffer.
+    """
+
+    saved: SavedParam
+    flat: SavedFlat
+    layout: Layout
+    index: int
+
+    @property
+    def name(self) -> str:
+        return self.saved.name
+
+    @property
+    def laid(self) -> Laid:
+        return Laid(self.saved.part_stride, self.saved.dim, self.saved.count)
+
+    def span(self, shard: int) -> tuple[int, int]:
+        """Where a rank's range of it begins in what that rank saved, and its elements."""
+        pieces = self.layout.pieces(self.index, shard if self.flat.sharded else 0)
+        return (pieces[0].local if pieces else 0), sum(piece.numel for piece in pieces)
+
+    def runs(self, spec: ParamShard) -> Iterator[tuple[int | None, int | None, int, int]]:
+        """Where the elements that this rank owns are, in its order: (place on tp, place on shard, offset, numel).
+
+        None stands for any place: all of them have it.
+        """
+        cuts = cuts_of(self.saved.shape, laid_of(spec), self.laid)
+        assert cuts is not None, f"{self.name} was compared"
+        here, saved = cuts
+        index = 0 if spec.place is None else spec.place[1]
+        divided, sharded = self.saved.dim is not None, self.flat.sharded
+        for piece in spec.pieces:
+            for part, start, numel in part_runs(here, index, piece.start, piece.start + piece.numel, saved):
+                begin = self.saved.start + start
+                for shard, offset, count in self.layout.holders(begin, begin + numel):
+                    yield part if divided else None, shard if sharded else None, offset, count
+
+
+def laid_of(spec: ParamShard) -> Laid:
+    """How this run has a parameter."""
+    if spec.place is None:
+        return Laid(tuple(spec.part_stride))
+    return Laid(tuple(spec.part_stride), spec.place[0], spec.place[2])
+
+
+def ranges_of(flat: SavedFlat) -> tuple[ParamRanges, ...]:
+    """The parameters of one flat buffer."""
+    numels, starts = [math.prod(param.part_shape) for param in flat.params], [param.start for param in flat.params]
+    segments = [Segment(start, numel) for start, numel in flat.segments]
+    layout = Layout(tuple(numels), tuple(starts), tuple(segments), flat.world)
+    laid = layout if flat.sharded else layout.undivided()
+    return tuple(ParamRanges(param, flat, laid, index) for index, param in enumerate(flat.params))
+
+
+def difference(found: ParamRanges | None, spec: ParamShard) -> str:
+    """What of a parameter of this run differs from the one that was saved, in words; "" where it can be loaded."""
+    if found is None:
+        return f"parameter {spec.name} of shape {list(spec.shape)}, which the checkpoint does not have"
+    for what in ("shape", "stride"):
+        one, other = list(getattr(found.saved, what)), list(getattr(spec, what))
+        if one != other:
+            return f"parameter {spec.name} of {what} {other} where the checkpoint has {one}"
+    if cuts_of(spec.shape, laid_of(spec), found.laid) is None:
+        return (
+            f"parameter {spec.name} whose tp part is stored with strides {list(spec.part_stride)} where the "
+            f"checkpoint has {list(found.laid.stride)}"
+        )
+    return ""

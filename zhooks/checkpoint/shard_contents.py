@@ -33,7 +33,7 @@ from zhooks.comm import Comm
 from zhooks.grad import Reducer, Scaling
 from zhooks.layout import Ignored, part_of
 from zhooks.optim import OwnedStates, Rounding, sharded_states, states_of
-from zhooks.tensor import ShardedTensor, StoredTensor
+from zhooks.tensor import ParamShard, ShardedTensor, StoredTensor
 from zhooks.unit import Flat, Unit
 
 DOCUMENT = "document"
@@ -252,6 +252,41 @@ def check_handed(verb: str, objects: object, extra: object) -> None:
                 f"{verb} expected an object with state_dict and load_state_dict in objects[{shown(name)}], found "
                 f"{type(one).__name__}. Plain data goes into extra."
             )
+
+
+# The layout, which the manifest lists and `offload/shards/saved_layout.py` reads back.
+
+
+def describe(run: RunState) -> list[dict[str, Any]]:
+    """Every flat buffer's name, dtype, segments and parameters."""
+    return [
+        {
+            "name": flat.name,
+            "dtype": str(flat.kind.master).removeprefix("torch."),
+            "padded": flat.layout.padded,
+            "shard_numel": flat.shard_numel,
+            "align": flat.layout.align,
+            "segments": [[segment.start, segment.numel] for segment in flat.layout.segments],
+            "params": [
+                {"name": spec.name, "shape": list(spec.shape), "stride": list(spec.stride), "start": start} | _over_tp(spec)
+                for spec, start in zip(flat.specs, flat.layout.starts, strict=True)
+            ],
+        }
+        for flat in run.flats
+    ]
+
+
+def _over_tp(spec: ParamShard) -> dict[str, Any]:
+    """The dim that is divided over tp, the number of parts, and how a part lies in memory; nothing where there is none."""
+    if spec.place is None:
+        return {}
+    return {"tp": [spec.place[0], spec.place[2]], "part_stride": list(spec.part_stride)}
+
+
+def places(comm: Comm) -> list[list[int]]:
+    """The place of each rank of the model on shard, replicate and tp: see Note [Which file is whose] there."""
+    axes = (comm.shard.axis, comm.replicate.axis, comm.tp.axis)
+    return [[axis.place(rank) for axis in axes] for rank in comm.stage.axis.ranks]
 
 
 # Tensors of one flat buffer, opened one at a time.

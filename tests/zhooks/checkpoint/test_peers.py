@@ -30,7 +30,7 @@ from tests.support.on_ranks import on_ranks, place
 from tests.support.ranks import Pool
 from tests.support.resuming import Run
 from zhooks.checkpoint import peer_files as peer_files_module
-from zhooks.checkpoint import saved_files as saved_files_module
+from zhooks.checkpoint import saved_folder as saved_folder_module
 
 SHM = Path("/dev/shm")
 pytestmark = pytest.mark.skipif(not SHM.is_dir(), reason="no tmpfs")
@@ -214,7 +214,7 @@ def resume_laid_out_otherwise(memory: str, hosts: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patched:
         warnings.simplefilter("always")
         # In a model as small as this one all of it would be read rather than skipped.
-        for module in (peer_files_module, saved_files_module):
+        for module in (peer_files_module, saved_folder_module):
             patched.setattr(module, "GAP", 0)
         run = Run({**policy(memory, hosts), "units": {"min_numel": 10**9}}, seed=1)
         assert run.attachment.resume((), run.optimizer, objects=run.objects) == {"step": 3}

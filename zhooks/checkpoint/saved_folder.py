@@ -1,7 +1,7 @@
-"""The files of saved folders, as this rank reads them: verified in turns, opened when asked for, read run by run.
+"""Saved folders as this rank reads them: files verified in turns, the run's parameters by name, and values run by run.
 
-``save_load.py`` opens them, ``check_shard.py`` finds in them what a run needs, and ``pour`` copies it.  A rank reads the
-ranges it owns, a bounded chunk at a time; it never decides what fits the run.
+``save_load.py`` opens them, ``check_shard.py`` looks up in them what a run needs, and ``pour`` copies it.  A rank reads the
+ranges it owns, a bounded chunk at a time; nothing here writes to the run.
 
 Note: [Who verifies]
     Checksums are of whole tensors, and a rank that owns other ranges reads but a part of them.  So ranks share the work:
@@ -15,6 +15,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,26 +24,31 @@ from torch import Tensor
 
 from offload.errors import CheckpointError
 from offload.shards import CHUNK, Entry, Manifest, Part, Places, SavedLayout, ShardReader
-from zhooks.checkpoint.saved_layout import ParamRanges, places, ranges_of
-from zhooks.checkpoint.shard_contents import DOCUMENT, tensor_name
+from zhooks.checkpoint.saved_ranges import ParamRanges, difference, ranges_of
+from zhooks.checkpoint.shard_contents import DOCUMENT, RunState, places, tensor_name
 from zhooks.checkpoint.state_tree import Unpacker
 from zhooks.comm import Comm
-from zhooks.tensor import ParamShard
+from zhooks.tensor import ParamShard, ShardedVector, VectorShard
 
 __all__ = [
     "GAP",
     "Files",
     "InFlat",
-    "InVector",
     "Place",
     "Present",
     "Run",
+    "Saved",
     "SavedFolder",
+    "another",
+    "check_alike",
+    "expect",
+    "find_params",
     "in_folder",
     "pour",
     "refuse_folders",
+    "require",
     "runs",
-    "vectors_in_tree",
+    "tensors_in",
 ]
 
 Present = Mapping[int, Part]
@@ -59,28 +65,22 @@ class Place:
 
     Attributes:
         data: its place among the ranks that hold the same part of the model.
-        stage: its place on pp, and ``stages`` their number.
+        stage: its place on pp.
         own: the places of all ranks of the model.
     """
 
-    shard: int
-    shards: int
     replicate: int
     tp: int
     data: int
     data_world: int
     stage: int
-    stages: int
     own: Places
 
     @classmethod
     def of(cls, comm: Comm) -> Place:
         """That of this process."""
-        shard, data, pp = comm.shard.axis, comm.world.axis, comm.pp.axis
-        return cls(
-            shard.rank, shard.world, comm.replicate.axis.rank, comm.tp.axis.rank, data.rank, data.world, pp.rank, pp.world,
-            Places.of(places(comm), comm.stage.axis.world),
-        )  # fmt: skip
+        data, own = comm.world.axis, Places.of(places(comm), comm.stage.axis.world)
+        return cls(comm.replicate.axis.rank, comm.tp.axis.rank, data.rank, data.world, comm.pp.axis.rank, own)
 
 
 class Reader(Protocol):
@@ -102,23 +102,6 @@ class Reader(Protocol):
     def close(self) -> None: ...
 
 
-Document = Mapping[str, Any]
-
-
-def _extra(document: Document, unpacker: Unpacker) -> dict[str, Any]:
-    return _dict(unpacker.unpack(document["extra"]), "extra")
-
-
-def _random_states(document: Document, unpacker: Unpacker) -> dict[str, Any] | None:
-    return _dict(unpacker.unpack(document["rng"]), "random states")
-
-
-def _dict(found: Any, what: str) -> dict[str, Any]:
-    if not isinstance(found, dict):
-        raise ValueError(f"{what}: not a dict")
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Files:
     """How the files of one checkpoint are read: from a folder, in parts that were fetched, from a peer, from another library's.
@@ -126,14 +109,12 @@ class Files:
     Attributes:
         open: what the rank of this number saved.
         verified: all that can be read was compared with its checksum before.
-        extra: what the user gave to the save, of a document.
-        random_states: the states of the generators, of a document; None where such files never have any.
+        extra: of another library's, which have no random states either: what the user gave to the save.
     """
 
     open: Callable[[int], Reader]
     verified: bool = False
-    extra: Callable[[Document, Unpacker], dict[str, Any]] = _extra
-    random_states: Callable[[Document, Unpacker], dict[str, Any] | None] = _random_states
+    extra: dict[str, Any] | None = None
 
 
 def in_folder(path: Path, manifest: Manifest, present: Present | None = None) -> Files:
@@ -200,13 +181,24 @@ class SavedFolder:
                 self._documents.popitem(last=False)
         return found
 
+    @property
+    def own(self) -> dict[str, Any]:
+        """The document of the counterpart."""
+        return self.document(self.counterpart)
+
     def extra(self, unpacker: Unpacker) -> dict[str, Any]:
         """What the user gave to the save."""
-        return self._files.extra(self.document(self.counterpart), unpacker)
+        return self._plain("extra", unpacker) if self._files.extra is None else self._files.extra
 
     def random_states(self, unpacker: Unpacker) -> dict[str, Any] | None:
         """Those of the counterpart's generators; None where such files never have any."""
-        return self._files.random_states(self.document(self.counterpart), unpacker)
+        return self._plain("rng", unpacker) if self._files.extra is None else None
+
+    def _plain(self, key: str, unpacker: Unpacker) -> dict[str, Any]:
+        found = unpacker.unpack(self.own[key])
+        if not isinstance(found, dict):
+            raise ValueError(f"{key}: not a dict")
+        return found
 
     def entry(self, rank: int, name: str) -> Entry:
         """What one file's header says of a tensor."""
@@ -366,3 +358,211 @@ def refuse_folders(what: str) -> CheckpointError:
         f"load expected folders of the stages of one model, found {what}. Use the same module names in all stages and in the "
         "whole model, or load each stage's own folder."
     )
+
+
+def require(holds: bool, what: str) -> None:
+    """A file that was made by ``save`` says so.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not holds:
+        raise ValueError(f"something other than {what}")
+
+
+# The parameters of the run in the folders.
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The folders, and the parameters of the run in them."""
+
+    run: RunState
+    folders: Sequence[SavedFolder]
+    params: Mapping[str, tuple[SavedFolder, ParamRanges]]
+    specs: Mapping[str, ParamShard]
+
+    @property
+    def main(self) -> SavedFolder:
+        """That of this rank's stage."""
+        return self.folders[self.folders[0].place.stage % len(self.folders)]
+
+    def unpacker(self, folder: SavedFolder, rank: int | None = None, *, unread: bool = False) -> Unpacker:
+        """Unpacks what is in one file; ``unread``: tensors without values."""
+        at = folder.counterpart if rank is None else rank
+        if unread:
+            return Unpacker(partial(_unread, folder, at), torch.device("meta"))
+        return Unpacker(partial(folder.tensor, at), self.run.devices[0], partial(self._vector, folder))
+
+    def _vector(self, folder: SavedFolder, name: str, names: Any) -> ShardedVector:
+        """The ranges that this rank has of a vector that every rank saved its own ranges of."""
+        require(isinstance(names, list) and bool(names) and set(names) <= self.specs.keys(), "a vector of parameters")
+        before = [folder.params[part] for part in names]
+        spec = VectorShard([self.specs[part] for part in names])
+        found = vectors_in_tree(folder.own["optimizers"])
+        number = [tensor for tensor, _ in found].index(name)
+        entry = folder.entry(folder.counterpart, name)
+        own = sum(part.span(folder.shard_of(folder.counterpart))[1] for part in before)
+        if entry.shape != (own,):
+            raise CheckpointError(
+                f"load expected ranges of this model's parameters as one vector, found {list(entry.shape)} elements of "
+                f"{str(names)[:80]}. Build the same model and optimizer, or load another checkpoint."
+            )
+        local = torch.empty(sum(piece.numel for piece in spec.pieces), dtype=entry.dtype, device="cpu")
+        done = 0
+        for index, part in enumerate(names):
+            numel = sum(piece.numel for piece in self.specs[part].pieces)
+            where = InVector(folder, before[index], number, before[:index], entry.dtype)
+            pour(runs(where, self.specs[part], local[done : done + numel]))
+            done += numel
+        return ShardedVector(local, spec)
+
+
+def _unread(folder: SavedFolder, rank: int, name: str) -> Tensor:
+    """A tensor of the file without its values."""
+    entry = folder.entry(rank, name)
+    return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
+
+def find_params(run: RunState, folders: Sequence[SavedFolder]) -> Saved:
+    """Every parameter of the run in one of the folders, as it is here."""
+    params: dict[str, tuple[SavedFolder, ParamRanges]] = {}
+    specs = {spec.name: spec for flat in run.flats for spec in flat.specs}
+    where: dict[str, SavedFolder] = {}
+    for folder in folders:
+        for name, param in folder.params.items():
+            if name in where:
+                raise refuse_folders(f"parameter {name} in {where[name].path.name} and in {folder.path.name}")
+            where[name] = folder
+            if name in specs:
+                params[name] = folder, param
+    for name, spec in specs.items():
+        found = params.get(name)
+        problem = difference(None if found is None else found[1], spec)
+        if problem:
+            raise another(folders, problem)
+    if not run.comm.pp.axis.world > 1:
+        foreign = next((name for name in where if name not in specs), None)
+        if foreign is not None:
+            shape = list(where[foreign].params[foreign].saved.shape)
+            raise another(folders, f"no parameter {foreign}, which the checkpoint has, of shape {shape}")
+    for folder, param in params.values():
+        name = tensor_name(param.flat.number, "value")
+        expect(folder, folder.counterpart, name, param.flat.dtype, (param.flat.shard_numel,))
+    for folder in folders:
+        _check_guess(folder)
+    return Saved(run, folders, params, specs)
+
+
+def _check_guess(folder: SavedFolder) -> None:
+    """An older folder does not say which file is of which place: what is whole on tp must be the same at all places there.
+
+    Raises:
+        CheckpointError: it is not, so that it was another mesh.
+    """
+    kept = folder.layout.places
+    if folder.layout.told or kept.tp == 1 or kept.shard * kept.replicate == 1:
+        return
+    for param in folder.params.values():
+        name = tensor_name(param.flat.number, "value")
+        for shard in range(kept.shard if param.saved.dim is None else 0):
+            start, numel = param.span(shard)
+            ranks = [kept.ranks[shard, 0, tp] for tp in range(kept.tp)]
+            # A chunk of each will do: in another order of axes they are of other shards.
+            first, *others = (folder.reader(rank).elements(name, start, min(numel, CHUNK // 8)) for rank in ranks)
+            if not all(torch.equal(first, other) for other in others):
+                raise CheckpointError(
+                    f"Cannot load {folder.path}. Expected an older checkpoint of a mesh whose last axis is tp, found different "
+                    f"values of {param.name} on ranks {ranks}. Load it on the mesh it was saved on with the release that "
+                    "wrote it, and save full state there."
+                )
+
+
+def another(folders: Sequence[SavedFolder], problem: str) -> CheckpointError:
+    """Why this is not the model that was saved."""
+    stage = folders[0].manifest.about.get("stage")
+    return CheckpointError(
+        f"Cannot load {folders[0].path}. Expected the model that was saved (stage {stage}), found {problem}. Build the same "
+        "model, or load another checkpoint."
+    )
+
+
+def expect(folder: SavedFolder, rank: int, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """A tensor of one file is of this kind.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    entry = folder.entry(rank, name)
+    if (entry.dtype, entry.shape) != (dtype, shape):
+        raise CheckpointError(
+            f"Cannot load {folder.reader(rank).path}. Expected {name} of {dtype} and shape {list(shape)}, found {entry.dtype} "
+            f"and {list(entry.shape)}. Build the same model and attach it with as many tp ranks, or load another checkpoint."
+        )
+
+
+def check_alike(saved: Saved) -> None:
+    """All files that ranges are read from hold the same gradients and states, in tensors of the same kinds.
+
+    Raises:
+        CheckpointError: a file differs from the one that stands for this rank.
+    """
+    used: dict[int, set[int]] = {}
+    for name, (folder, param) in saved.params.items():
+        seen = used.setdefault(id(folder), set())
+        seen.update(folder.rank_at(tp, shard) for tp, shard, _, _ in param.runs(saved.specs[name]))
+    for folder in saved.folders:
+        mine = folder.own
+        for rank in sorted(used.get(id(folder), set()) - {folder.counterpart}):
+            theirs = folder.document(rank)
+            _check_kinds(saved, folder, rank)
+            for what in ("gradients", "states"):
+                if theirs[what] != mine[what]:
+                    raise _unlike(folder, rank, f"{what} of the same parameters")
+            if saved.run.optimizers and _common(theirs["optimizers"]) != _common(mine["optimizers"]):
+                raise _unlike(folder, rank, "the same options and counts of optimizers")
+            _check_plain(folder, rank, mine["optimizers"] if saved.run.optimizers else [])
+
+
+def _check_kinds(saved: Saved, folder: SavedFolder, rank: int) -> None:
+    """Tensors of ranges have the dtype and the shape that they have in the file that stands for this rank."""
+    numbers = {param.flat.number for found, param in saved.params.values() if found is folder}
+    prefixes = tuple(tensor_name(number, "") for number in sorted(numbers))
+    for name, entry in folder.reader(folder.counterpart).entries.items():
+        # Sums inside no_sync are each rank's own.
+        if name.startswith(prefixes) and not name.endswith("/partial"):
+            expect(folder, rank, name, entry.dtype, entry.shape)
+
+
+def _unlike(folder: SavedFolder, rank: int, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"Cannot load {folder.path}. Expected all ranks to have saved {what}, found a difference between rank {rank} and rank "
+        f"{folder.counterpart}, so that it cannot be resharded. Load it on the mesh it was saved on."
+    )
+
+
+def _common(optimizers: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """What one file says of optimizers, but for what the owner of a parameter alone has."""
+    out = []
+    for one in optimizers:
+        owned = {(group, index) for group, index, _ in one.get("owners", [])}
+        entries = [entry for entry in one["entries"] if (entry[0], entry[1]) not in owned]
+        out.append([one["type"], one["groups"], entries, one.get("owners", [])])
+    return out
+
+
+def _check_plain(folder: SavedFolder, rank: int, optimizers: Sequence[Any]) -> None:
+    """Plain tensors among the states are the same in both files: of a rank's own range, nobody could divide them."""
+    records = folder.manifest.files[rank].tensors, folder.manifest.files[folder.counterpart].tensors
+    for name in tensors_in([entries for _, _, entries, _ in _common(optimizers)]):
+        if records[0].get(name) != records[1].get(name):
+            raise _unlike(folder, rank, "the same plain tensors among the states of an optimizer")
+
+
+def tensors_in(packed: Any) -> Iterator[str]:
+    """The names of plain tensors in what ``Packer`` made."""
+    if isinstance(packed, dict) and "tensor" in packed:
+        yield str(packed["tensor"])
+        return
+    for item in packed.values() if isinstance(packed, dict) else packed if isinstance(packed, list) else ():
+        yield from tensors_in(item)
