@@ -1,13 +1,14 @@
-"""How a checkpoint is committed: the folder it is written in, and the renames that make it appear whole or not at all.
+"""How a folder is committed: the one it is written in, and the renames that make it appear whole or not at all.
 
-The first rank makes the folder, writes the manifest last and commits; a loader asks which folder to read.  It never
-communicates and never looks inside a shard file.
+The first rank makes the folder and commits it, every rank writes files of its own in it; a loader of checkpoints asks which
+folder to read.  It never communicates and never looks inside a shard file.
 
 Note: [Renames]
     A save writes ``NAME.tmp-TOKEN``.  When it is complete and synced it changes places with an earlier ``NAME`` in one call,
     and the old one is removed.  Where the file system cannot exchange, ``NAME`` is renamed to ``NAME.old-TOKEN`` and the new
     folder to ``NAME``; between the two ``NAME`` is missing, and ``NAME.old-TOKEN`` beside a complete ``NAME.tmp-TOKEN`` says
-    so: a loader reads the new one.  Whatever is left is tidied by the next save.
+    so: a loader reads the new one.  Whatever is left is tidied by the next save.  An export, which other libraries load,
+    writes ``NAME.exporting-TOKEN`` and is refused where the file system cannot exchange.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from offload.errors import CheckpointError
 from offload.private_files import make_folders
 from offload.regular_files import planted_link
 from offload.shards.file import Record
-from offload.shards.folder import EXCHANGE, OURS, Folder, lstat, made_by_first, renameat2, retire
+from offload.shards.folder import EXCHANGE, Folder, lstat, made_by_first, renameat2
 from offload.shards.leftovers import recover, standing, strangers_of, working
-from offload.shards.manifest import MANIFEST, MANIFEST_MOST, Manifest, encoded, shard_name
+from offload.shards.manifest import MANIFEST, MANIFEST_MOST, Manifest, encoded
+from offload.shards.replaceable import CHECKPOINT, OURS, FolderKind, retire
 from offload.text import counted, shown, shown_path
 
-__all__ = ["Draft", "destination", "find", "refuse_occupied"]
+__all__ = ["Draft", "destination", "find", "manifest_of", "refuse_occupied"]
 
 #: What a save adds to the name of its target while it works; a file name has at most 255 bytes.
 _NAME_MOST = 255 - len(".tmp-") - 16
@@ -98,19 +100,19 @@ def refuse_occupied(target: Path, verb: str) -> None:
 
 
 class Draft:
-    """A checkpoint being written beside ``target``; every rank holds one of the same token.
+    """A folder being written beside ``target``; every rank holds one of the same token.
 
     Args:
-        target: where the checkpoint shall be, from `destination`.
+        target: where the folder shall be, from `destination`.
         token: 16 hexadecimal digits no other save uses.
     Attributes:
         opened_ns: when it was begun, by the clock of its file system; of the rank that opened it.
     """
 
-    def __init__(self, target: Path, token: str) -> None:
-        self.target, self.token = target, token
-        self._name = f"{target.name}.tmp-{token}"
-        self._old = f"{target.name}.old-{token}"
+    def __init__(self, target: Path, token: str, kind: FolderKind = CHECKPOINT) -> None:
+        self.target, self.token, self.kind = target, token, kind
+        self._names = [f"{target.name}.{suffix}-{token}" for suffix in kind.suffixes]
+        self._mark = f"saving-{token}"
         self._parent: Folder | None = None
         self._made: Folder | None = None
         self.opened_ns = 0
@@ -119,7 +121,7 @@ class Draft:
         """Tidy what killed saves left and make the folder; one rank only.
 
         Raises:
-            CheckpointError: ``target`` is something else than a checkpoint.  OSError: it cannot be written there.
+            CheckpointError: ``target`` is something that shall not be replaced.  OSError: it cannot be written there.
         """
         if lstat(self.target.parent) is not None:
             with Folder(self.target.parent) as parent, self._earlier(parent, None):
@@ -127,66 +129,67 @@ class Draft:
         make_folders(self.target.parent)
         self._parent = Folder(self.target.parent)
         working.add(self.token)
-        self._made = self._marked(self._parent)
-        self.opened_ns = os.fstat(self._made.fd).st_mtime_ns
-        recover(self._parent, self.target.name, self._made)
-        with self._earlier(self._parent, self._made):
+        made = self._make(self._parent)
+        self.opened_ns = os.fstat(made.fd).st_mtime_ns
+        recover(self._parent, self.target.name, made, self.kind)
+        with self._earlier(self._parent, made):
             pass
 
-    def _marked(self, parent: Folder) -> Folder:
-        """A new folder with the file that says who works in it."""
+    def _make(self, parent: Folder) -> Folder:
+        """A new folder with the file that says who works in it; where that fails, ``discard`` removes the folder."""
         while True:
-            os.mkdir(self._name, 0o700, dir_fd=parent.fd)
-            # Another save to this path may take the empty folder for what a killed one left.
-            with suppress(FileNotFoundError), ExitStack() as undo:
-                made = undo.enter_context(Folder(self._name, parent))
-                made.create(f"saving-{self.token}", Owner.here().page())
-                undo.pop_all()
-                return made
+            os.mkdir(self._names[0], 0o700, dir_fd=parent.fd)
+            try:
+                self._made = Folder(self._names[0], parent)
+                self._made.create(self._mark, Owner.here().page())
+                return self._made
+            except FileNotFoundError:
+                # Another save to this path took the empty folder for what a killed one left.
+                if self._made is not None:
+                    self._made.close()
+                    self._made = None
 
     @contextmanager
-    def files(self) -> Iterator[int]:
-        """The folder's descriptor, for this rank to make its file in; every rank.
+    def files(self) -> Iterator[Folder]:
+        """The folder as this rank finds it, to make its files in; every rank.
 
         Raises:
             CheckpointError: the folder that the first rank made is not here.
         """
-        with made_by_first(self.target, self._name, f"saving-{self.token}", "save") as fd:
-            yield fd
+        with made_by_first(self.target, self._names[0], self._mark, self.kind.verb) as folder:
+            yield folder
 
     def folder(self) -> Folder:
-        """The folder itself, for a rank that writes beside training; every rank.  Raises as ``files``."""
-        with self.files() as fd:
-            return Folder(f"/proc/self/fd/{fd}")
+        """The same, for a rank that writes beside training and closes it; every rank.  Raises as ``files``."""
+        with self.files() as folder:
+            return Folder(folder.path)
+
+    @property
+    def made(self) -> Folder:
+        """The folder, whatever it is called now; the first rank only."""
+        assert self._made is not None, "open() comes first"
+        return self._made
 
     def path(self, name: str) -> Path:
         """Where a file of the folder is while the save works, for errors."""
-        return self.target.with_name(self._name) / name
+        return self.target.with_name(self._names[0]) / name
 
-    def commit(self, about: Mapping[str, Any], files: Sequence[Record]) -> None:
-        """Write the manifest and put the folder in place of ``target``; one rank only, when all files are durable.
+    def commit(self, sizes: Mapping[str, int], last: Mapping[str, bytes] | None = None) -> None:
+        """Put the folder in place of ``target``; one rank only, when the files of ``sizes`` are durable on all.
 
+        Args:
+            last: files that are made when all others are there.
         Raises:
             CheckpointError: a file is not here as its writer says.  OSError: nothing was committed.
         """
-        assert self._parent is not None and self._made is not None, "open() comes first"
-        for record in files:
-            self._check_visible(record, self._made)
-        manifest = Manifest(
-            format="zhooks sharded checkpoint", version=1, token=self.token, world=len(files), about=dict(about),
-            files=list(files),
-        )
-        raw = encoded(manifest)
-        if len(raw) > MANIFEST_MOST:
-            raise CheckpointError(
-                f"Cannot save {self.target}. Expected a manifest of at most {MANIFEST_MOST} bytes, found {len(raw)} for "
-                f"{counted(len(files), 'rank')}. Attach with fewer units (a larger [units] min_numel), or save from "
-                "fewer ranks."
-            )
-        self._made.create(MANIFEST, raw)
-        self._made.sync()
-        while not self._committed(self._parent, self._made):
-            # Another save has put its checkpoint there since this one looked: that is the earlier one now.
+        assert self._parent is not None, "open() comes first"
+        for name, nbytes in sizes.items():
+            self._check_visible(name, nbytes)
+        for name, data in (last or {}).items():
+            self.made.create(name, data)
+        _sync_tree(self.made)
+        while not self._committed(self._parent, self.made):
+            # Another save has put its folder there since this one looked: that is the earlier one now.
             pass
 
     def _committed(self, parent: Folder, made: Folder) -> bool:
@@ -195,41 +198,47 @@ class Draft:
             if left is None:
                 return False
             parent.sync()
-            with suppress(OSError):
-                os.unlink(f"saving-{self.token}", dir_fd=made.fd)
             if earlier is not None:
-                retire(parent, left, earlier, made)
+                retire(parent, left, earlier, made, self.kind)
+            # Until now it says whose the earlier folder was to remove.
+            with suppress(OSError):
+                os.unlink(self._mark, dir_fd=made.fd)
         return True
 
     def _put_in_place(self, parent: Folder, made: Folder, earlier: Folder | None) -> str | None:
-        """See Note [Renames]; returns what the earlier checkpoint is called now, if there was one.  None: there is another."""
-        name = self.target.name
-        if not parent.holds(made, self._name):
-            raise CheckpointError(
-                f"Cannot save {self.target}. Expected the folder {self._name} that this save made, found something else in its "
-                "place. Choose a path where nobody else renames folders."
+        """See Note [Renames]; returns what the earlier folder is called now, if there was one.  None: there is another."""
+        name, (begun, *old) = self.target.name, self._names
+        if not parent.holds(made, begun):
+            raise self._refused(
+                f"the folder {begun} that this {self.kind.verb} made, found something else in its place. Choose a path where "
+                "nobody else renames folders."
             )
         if earlier is None or not earlier.names():
             try:
-                parent.rename(self._name, name)
+                parent.rename(begun, name)
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
                 return None
-            return self._old
-        if _exchange(parent.fd, self._name, name):
-            return self._name
-        parent.rename(name, self._old)
+            return begun
+        if _exchange(parent.fd, begun, name):
+            return begun
+        if not old:
+            raise self._refused(
+                "no such path, found a folder, and a file system that cannot exchange two folders in one step. Export to a "
+                "path that does not exist."
+            )
+        parent.rename(name, old[0])
         try:
-            parent.rename(self._name, name)
+            parent.rename(begun, name)
         except OSError:
-            parent.rename(self._old, name)
+            parent.rename(old[0], name)
             raise
-        return self._old
+        return old[0]
 
     @contextmanager
     def _earlier(self, parent: Folder, made: Folder | None) -> Iterator[Folder | None]:
-        """What ``target`` is now, where this save may take its place: an empty folder or a checkpoint of this user's."""
+        """What ``target`` is now, where this save may take its place: an empty folder or one of this kind and user."""
         status = parent.entry(self.target.name)
         if status is None:
             yield None
@@ -239,30 +248,32 @@ class Draft:
             kinds = {stat.S_IFLNK: "a link", stat.S_IFREG: "a file"}
             raise self._not_replaceable(kinds.get(stat.S_IFMT(status.st_mode), "a pipe or a device"))
         with found:
-            if not _replaceable(found):
-                raise self._not_replaceable("a folder with other files")
-            if found.names() and made is not None and found.status.st_uid != made.status.st_uid:
-                raise self._not_replaceable(f"a checkpoint of another user (uid {found.status.st_uid})")
+            problem = self.kind.problem(found) if found.names() else ""
+            if not problem and found.names() and made is not None and found.status.st_uid != made.status.st_uid:
+                problem = f"{self.kind.noun} of another user (uid {found.status.st_uid})"
+            if problem:
+                raise self._not_replaceable(problem)
             yield found
 
     def _not_replaceable(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            f"Cannot save {self.target}. Expected no such path, an empty folder or an earlier checkpoint, found {what}. Choose "
-            "another path."
-        )
+        return self._refused(f"no such path, {self.kind.earlier}, found {what}. Choose another path.")
 
-    def _check_visible(self, record: Record, made: Folder) -> None:
-        found = made.size(record.name)
-        if found != record.nbytes:
-            raise CheckpointError(
-                f"Cannot save {self.target}. Expected {record.name} with {record.nbytes} bytes next to the first rank's file, "
-                f"found {'no such file' if found is None else f'{found} bytes'}. Save into a file system that all hosts share."
+    def _check_visible(self, name: str, nbytes: int) -> None:
+        found = self.made.size(name)
+        if found != nbytes:
+            raise self._refused(
+                f"{name} with {nbytes} bytes next to the first rank's file, found "
+                f"{'no such file' if found is None else f'{found} bytes'}. {self.kind.verb.capitalize()} into a file system "
+                "that all hosts share."
             )
+
+    def _refused(self, expected: str) -> CheckpointError:
+        return CheckpointError(f"Cannot {self.kind.verb} {self.target}. Expected {expected}")
 
     def discard(self) -> None:
         """Remove what was written; nothing was committed."""
         if self._parent is not None and self._made is not None:
-            retire(self._parent, self._name, self._made, None)
+            retire(self._parent, self._names[0], self._made, None, self.kind, begun=True)
 
     def close(self) -> None:
         """Let go of the folders; idempotent."""
@@ -271,6 +282,39 @@ class Draft:
                 folder.close()
         self._parent = self._made = None
         working.discard(self.token)
+
+
+def manifest_of(draft: Draft, about: Mapping[str, Any], files: Sequence[Record]) -> dict[str, bytes]:
+    """The manifest of a checkpoint, to be the last file of its folder.
+
+    Raises:
+        CheckpointError: nobody would read one of that size.
+    """
+    manifest = Manifest(
+        format="zhooks sharded checkpoint", version=1, token=draft.token, world=len(files), about=dict(about), files=list(files)
+    )
+    raw = encoded(manifest)
+    if len(raw) > MANIFEST_MOST:
+        raise CheckpointError(
+            f"Cannot save {draft.target}. Expected a manifest of at most {MANIFEST_MOST} bytes, found {len(raw)} for "
+            f"{counted(len(files), 'rank')}. Attach with fewer units (a larger [units] min_numel), or save from fewer ranks."
+        )
+    return {MANIFEST: raw}
+
+
+def _sync_tree(folder: Folder) -> None:
+    """What other libraries wrote into the folder, and the folders in it."""
+    for root, _, names in os.walk(folder.path):
+        for name in names:
+            fd = os.open(os.path.join(root, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        if root != str(folder.path):
+            with Folder(root) as inner:
+                inner.sync()
+    folder.sync()
 
 
 def _exchange(parent_fd: int, one: str, other: str) -> bool:
@@ -310,11 +354,3 @@ def find(target: Path) -> Path:
 
 def _has_foreign(target: Path) -> bool:
     return target.exists() and not (target.is_dir() and all(OURS.fullmatch(path.name) for path in target.iterdir()))
-
-
-def _replaceable(folder: Folder) -> bool:
-    """Empty, or a checkpoint, damaged or not: anybody may call a file manifest.json."""
-    names = folder.names()
-    if not names:
-        return True
-    return folder.size(MANIFEST) is not None and (folder.size(shard_name(0)) is not None or folder.token() is not None)

@@ -1,7 +1,6 @@
-"""A folder that is held open, so that nobody's links and renames lead elsewhere: entries are looked up and removed in it.
+"""A folder that is held open, so that nobody's links and renames lead elsewhere: entries are looked up in it.
 
-``commit.py``, ``export.py`` and ``series.py`` touch checkpoints through it alone.  It removes nothing but regular files of our
-own names, and never decides which folder is ours.
+``commit.py`` and ``series.py`` touch checkpoints through it alone.  It removes nothing and never decides which folder is ours.
 """
 
 from __future__ import annotations
@@ -9,23 +8,20 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import re
 import stat
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from offload.errors import CheckpointError
 from offload.private_files import create
 from offload.regular_files import read_regular
-from offload.shards.manifest import MANIFEST, Manifest, read_manifest
+from offload.shards.manifest import Manifest, read_manifest
 
-__all__ = ["EXCHANGE", "OURS", "Folder", "lstat", "made_by_first", "renameat2", "retire", "says_nothing"]
+__all__ = ["EXCHANGE", "RENAME_NOREPLACE", "Folder", "lstat", "made_by_first", "renameat2", "says_nothing"]
 
 RENAME_NOREPLACE, EXCHANGE = 1, 2
-#: Files that a save makes, while it works and to stay.
-OURS = re.compile(r"manifest\.json|rank-\d{5,}\.(safetensors|owner|outcome(-part)?)|saving-[0-9a-f]{16}")
 
 
 def lstat(path: Path) -> os.stat_result | None:
@@ -177,52 +173,28 @@ def renameat2(old_fd: int, old: str, new_fd: int, new: str, flag: int) -> bool:
     raise OSError(number, os.strerror(number), new)
 
 
-def retire(parent: Folder, name: str, folder: Folder, heir: Folder | None) -> None:
-    """Remove our files and the folder; what else lies in it goes to ``heir``, or keeps the folder."""
-    if not parent.holds(folder, name):
-        return
-    with suppress(OSError):
-        # The manifest last: what is half removed still says whose it was.
-        for each in sorted(folder.names(), key=lambda each: (each == MANIFEST, each)):
-            with suppress(OSError):
-                if OURS.fullmatch(each) and folder.size(each) is not None:
-                    os.unlink(each, dir_fd=folder.fd)
-                elif heir is not None:
-                    _hand_on(folder, each, heir)
-        os.rmdir(name, dir_fd=parent.fd)
-
-
-def _hand_on(folder: Folder, name: str, heir: Folder) -> None:
-    """Move a file of the user's, never over anything."""
-    with suppress(FileExistsError):
-        if not renameat2(folder.fd, name, heir.fd, name, RENAME_NOREPLACE) and heir.entry(name) is None:
-            os.rename(name, name, src_dir_fd=folder.fd, dst_dir_fd=heir.fd)
-
-
 @contextmanager
-def made_by_first(target: Path, name: str, mark: str, verb: str) -> Iterator[int]:
-    """The descriptor of the folder ``name`` beside ``target``, which the first rank made and marked; on every rank.
+def made_by_first(target: Path, name: str, mark: str, verb: str) -> Iterator[Folder]:
+    """The folder ``name`` beside ``target``, which the first rank made and marked; on every rank.
 
     Args:
         verb: what it was made for, for the error.
     Raises:
         CheckpointError: it is not here.  OSError: it cannot be opened.
     """
-    try:
-        with Folder(target.parent) as parent, Folder(name, parent) as folder:
+    with ExitStack() as opened:
+        try:
+            parent = opened.enter_context(Folder(target.parent))
+            folder = opened.enter_context(Folder(name, parent))
             if folder.size(mark) is None:
                 raise FileNotFoundError
-            fd = os.dup(folder.fd)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        found = "none on this host"
-        with suppress(OSError):
-            if os.statvfs(target.parent).f_flag & os.ST_RDONLY:
-                found += f", where the file system at {target.parent} is mounted read-only"
-        raise CheckpointError(
-            f"Cannot {verb} {target}. Expected the folder that the first rank made, found {found}. {verb.capitalize()} into "
-            "a file system that all hosts share, by the same path."
-        ) from error
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            found = "none on this host"
+            with suppress(OSError):
+                if os.statvfs(target.parent).f_flag & os.ST_RDONLY:
+                    found += f", where the file system at {target.parent} is mounted read-only"
+            raise CheckpointError(
+                f"Cannot {verb} {target}. Expected the folder that the first rank made, found {found}. {verb.capitalize()} "
+                "into a file system that all hosts share, by the same path."
+            ) from error
+        yield folder

@@ -14,8 +14,7 @@ Note: [What is ours]
     its save makes another.
     In a folder where everybody may make files, what another user than its owner made is nothing that a save left, to loaders
     neither.
-    In such a folder only regular files of our own names are removed; what the user put beside them moves on to the new
-    folder, never over anything.
+    What is removed in such a folder is for its kind to say.
 """
 
 from __future__ import annotations
@@ -24,18 +23,16 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from offload.disk import Owner
 from offload.pages import ALIGN
 from offload.regular_files import strangers
-from offload.shards.folder import Folder, retire
+from offload.shards.folder import Folder
+from offload.shards.replaceable import CHECKPOINT, TOKEN, FolderKind, retire
 
-__all__ = ["BESIDE", "names_like", "recover", "standing", "strangers_of", "working"]
+__all__ = ["names_like", "recover", "standing", "strangers_of", "working"]
 
-_TOKEN = "[0-9a-f]{16}"
-#: The name of a checkpoint, and what a save added to it.
-BESIDE = re.compile(rf"(.+)\.(tmp|old)-({_TOKEN})", re.DOTALL)
 _NUMBERED = re.compile(r"(.*?)\d+(\D*)", re.DOTALL)
 #: Tokens of the saves of this process that still work.
 working: set[str] = set()
@@ -55,7 +52,7 @@ def _leftovers(parent: Folder, name: str, kind: str) -> list[str]:
     prefix = f"{name}.{kind}-"
     found: dict[str, int] = {}
     for each in parent.names():
-        status = parent.entry(each) if each.startswith(prefix) and re.fullmatch(_TOKEN, each.removeprefix(prefix)) else None
+        status = parent.entry(each) if each.startswith(prefix) and re.fullmatch(TOKEN, each.removeprefix(prefix)) else None
         if status is not None and stat.S_ISDIR(status.st_mode) and not strangers(parent.status, status):
             found[each.removeprefix(prefix)] = status.st_mtime_ns
     return sorted(found, key=found.__getitem__, reverse=True)
@@ -64,7 +61,7 @@ def _leftovers(parent: Folder, name: str, kind: str) -> list[str]:
 def strangers_of(parent: Folder, name: str) -> Iterator[int]:
     """Who made what looks like something a save of ``name`` left, where it was neither this user nor the folder's owner."""
     for each in parent.names():
-        beside = BESIDE.fullmatch(each)
+        beside = CHECKPOINT.beside.fullmatch(each)
         status = parent.entry(each) if beside is not None and beside[1] == name else None
         if status is not None and strangers(parent.status, status):
             yield status.st_uid
@@ -88,7 +85,7 @@ def _token(parent: Folder, name: str) -> str | None:
         return folder.token() if folder.complete() else None
 
 
-def recover(parent: Folder, name: str, made: Folder) -> None:
+def recover(parent: Folder, name: str, made: Folder, kind: FolderKind) -> None:
     """Finish what killed saves of ``name`` began, or of one that differs in its last number alone, and remove what is proven to
     be left of them.
 
@@ -96,46 +93,50 @@ def recover(parent: Folder, name: str, made: Folder) -> None:
         made: a folder that this process has just made here, which says whom it counts as on this file system, and when now is.
     """
     alike = names_like(name)
-    begun = {beside[1] for each in parent.names() if (beside := BESIDE.fullmatch(each))}
-    _recover(parent, name, made, beside=False)
+    begun = {beside[1] for each in parent.names() if (beside := kind.beside.fullmatch(each))}
+    _recover(parent, name, made, kind, beside=False)
     for other in sorted(begun - {name}):
         if alike is not None and alike.fullmatch(other):
             # Another user's that nobody else may open, or one that goes meanwhile: no reason not to save here.
             with suppress(OSError):
-                _recover(parent, other, made, beside=True)
+                _recover(parent, other, made, kind, beside=True)
 
 
-def _recover(parent: Folder, name: str, made: Folder, *, beside: bool) -> None:
+def _recover(parent: Folder, name: str, made: Folder, kind: FolderKind, *, beside: bool) -> None:
     """``beside``: another save may be at work on ``name``, one that has made its folder and no mark yet."""
-    if parent.entry(name) is None:
+    if kind is CHECKPOINT and parent.entry(name) is None:
         _finish(parent, name, made)
-    heir = parent.folder(name)
-    try:
-        current = heir.token() if heir is not None else None
-        for kind in ("tmp", "old"):
-            for token in _leftovers(parent, name, kind):
-                patience_ns = _SILENT_NS if beside and kind == "tmp" else 0
-                _tidy(parent, f"{name}.{kind}-{token}", token, made, heir, current, patience_ns)
-    finally:
-        if heir is not None:
-            heir.close()
+    with ExitStack() as opened:
+        heir = parent.folder(name)
+        current = kind.token(opened.enter_context(heir)) if heir is not None else None
+        for number, suffix in enumerate(kind.suffixes):
+            for token in _leftovers(parent, name, suffix):
+                patience_ns = _SILENT_NS if beside and number == 0 else 0
+                _tidy(parent, f"{name}.{suffix}-{token}", token, made, heir, current, patience_ns, kind)
 
 
 def _finish(parent: Folder, name: str, made: Folder) -> None:
     """Put the checkpoint of a save that was killed between its renames in its place."""
     found = standing(parent, name)
-    begun = BESIDE.fullmatch(found or "")
+    begun = CHECKPOINT.beside.fullmatch(found or "")
     folder = parent.folder(begun[0]) if begun is not None and begun[2] == "tmp" else None
     if folder is None or begun is None:
         return
     with folder:
-        if folder.status.st_uid == made.status.st_uid and _is_over(folder, begun[3], made):
+        if folder.status.st_uid == made.status.st_uid and _is_over(folder, begun[3], made, CHECKPOINT):
             parent.rename(begun[0], name)
             parent.sync()
 
 
 def _tidy(
-    parent: Folder, name: str, token: str, made: Folder, heir: Folder | None, current: str | None, patience_ns: int
+    parent: Folder,
+    name: str,
+    token: str,
+    made: Folder,
+    heir: Folder | None,
+    current: str | None,
+    patience_ns: int,
+    kind: FolderKind,
 ) -> None:
     """Remove one leftover, if it is one."""
     with suppress(OSError):
@@ -149,8 +150,8 @@ def _tidy(
                 # Whoever makes a file in it meanwhile keeps it.
                 if _silent(folder, made, patience_ns):
                     os.rmdir(name, dir_fd=parent.fd)
-            elif token == current or _is_over(folder, token, made):
-                retire(parent, name, folder, heir)
+            elif token == current or _is_over(folder, token, made, kind):
+                retire(parent, name, folder, heir, kind, begun=folder.size(f"saving-{token}") is not None)
 
 
 def _silent(folder: Folder, made: Folder, patience_ns: int) -> bool:
@@ -158,12 +159,12 @@ def _silent(folder: Folder, made: Folder, patience_ns: int) -> bool:
     return not patience_ns or made.status.st_mtime_ns - folder.status.st_mtime_ns >= patience_ns
 
 
-def _is_over(folder: Folder, token: str, made: Folder) -> bool:
+def _is_over(folder: Folder, token: str, made: Folder, kind: FolderKind) -> bool:
     """Whether ``folder``, which is not empty, is of the save of that token, and the save certainly does not run any more."""
     mark = f"saving-{token}"
     names, nbytes = folder.names(), folder.size(mark)
     if nbytes is None:
-        return folder.token() == token
+        return kind.token(folder) == token
     if nbytes != ALIGN:
         # Killed in its first write, or in it now.
         return names == [mark] and _silent(folder, made, _SILENT_NS)

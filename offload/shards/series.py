@@ -21,9 +21,10 @@ from pathlib import Path
 from offload.errors import CheckpointError
 from offload.regular_files import strangers
 from offload.shards.commit import destination, find
-from offload.shards.folder import OURS, Folder, retire, says_nothing
-from offload.shards.leftovers import BESIDE, names_like
+from offload.shards.folder import Folder, says_nothing
+from offload.shards.leftovers import names_like
 from offload.shards.manifest import Manifest, read_manifest
+from offload.shards.replaceable import CHECKPOINT, OURS, retire
 from offload.text import shown_path
 
 __all__ = ["Series", "latest", "run_of", "saved_ns", "when_saved"]
@@ -51,7 +52,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
             "them."
         )
     with Folder(place) as parent:
-        names = {beside[1] if (beside := BESIDE.fullmatch(name)) else name for name in parent.names()}
+        names = {beside[1] if (beside := CHECKPOINT.beside.fullmatch(name)) else name for name in parent.names()}
         found = [(saved_ns(manifest), _natural(name), name) for name in names if (manifest := _whole(parent, place / name))]
     return place / max(found)[2] if found else None
 
@@ -131,7 +132,7 @@ class Series:
                     # By a name that the next save knows as ours even when a kill leaves an empty folder.
                     going = f"{each.name}.old-{token}"
                     parent.rename(each.name, going)
-                    retire(parent, going, folder, None)
+                    retire(parent, going, folder, None, CHECKPOINT)
                     if parent.holds(folder, going):
                         # Somebody has put a file there since.
                         parent.rename(going, each.name)

@@ -18,7 +18,7 @@ from typing import Any
 
 from offload.errors import CapabilityError, CheckpointError
 from offload.events import Bus
-from offload.shards import Draft, FailedElsewhere, Outcomes, Record, Series, ShardWriter, shard_name
+from offload.shards import Draft, FailedElsewhere, Outcomes, Record, Series, ShardWriter, manifest_of, shard_name
 from offload.text import shown_path
 from offload.work import Ending
 from zhooks.checkpoint.shard_contents import FileTensor
@@ -48,7 +48,8 @@ class Commit:
     def __call__(self, records: Sequence[Record]) -> None:
         """Put the folder in its place, then remove the older ones that it replaces."""
         draft, series = self.draft, self.series
-        draft.commit({**self.about, **series.about(draft.target, draft.opened_ns)}, records)
+        about = {**self.about, **series.about(draft.target, draft.opened_ns)}
+        draft.commit({record.name: record.nbytes for record in records}, manifest_of(draft, about, records))
         # What cannot be removed is tried again by the next.
         with suppress(OSError):
             for name, nbytes in series.remove_older(draft.target):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from offload.errors import CheckpointError
 from offload.events import Bus
-from offload.shards import Entry, destination
+from offload.shards import Entry, Folder, destination
 from offload.text import shown_path
 from zhooks.checkpoint.ignored_values import check_alike
 from zhooks.checkpoint.save_load import one_stage_a_path
@@ -45,13 +45,8 @@ def save_full(
     entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in held.items()]
     one_stage_a_path(comm, _VERB, str(path))
     made = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-
-    @contextmanager
-    def folder() -> Iterator[Path]:
-        yield path.parent
-
     try:
-        into = WrittenTo(_VERB, path, folder)
+        into = WrittenTo(_VERB, path, lambda: Folder(path.parent))
         write_files(held, units, comm, bus, [Recipe((entry.name,), (entry,)) for entry in entries], {made.name: entries}, into)
         ranks.on_first(lambda: os.replace(made, path))
     except BaseException:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from offload.errors import CheckpointError, PolicyError
 from offload.events import Bus
-from offload.shards import ExportDraft, ExportKind, destination, refuse_occupied
+from offload.shards import Draft, ExportKind, destination, refuse_occupied
 from offload.text import parse_size, shown, shown_path
 from zhooks import tree
 from zhooks.checkpoint.ignored_values import check_alike
@@ -99,14 +99,14 @@ def save_pretrained(
 
     def tokenizer() -> None:
         if asked.tokenizer is not None:
-            asked.tokenizer.save_pretrained(str(draft.path))
+            asked.tokenizer.save_pretrained(str(draft.made.path))
 
     kind, said = ranks.run(read)
     if not ranks.agree(said):
         found = "found different ones. Pass the same"
         raise CheckpointError(f"{_VERB} expected one max_shard_size and dtype on all ranks, {found}.")
     check_alike(model, ignored, comm, _VERB)
-    draft = ExportDraft(target, ranks.on_first(lambda: secrets.token_hex(8)), kind)
+    draft = Draft(target, ranks.on_first(lambda: secrets.token_hex(8)), kind)
     bus.begin("export", target.name)
     nbytes = 0
     try:
@@ -176,14 +176,14 @@ def _kind(model: Any, ignored: Ignored, asked: Pretrained) -> ExportKind:
 
 
 def _write_model(
-    model: Any, units: Sequence[Unit], comm: Comm, bus: Bus, asked: Pretrained, draft: ExportDraft, ranks: ControlPlane
+    model: Any, units: Sequence[Unit], comm: Comm, bus: Bus, asked: Pretrained, draft: Draft, ranks: ControlPlane
 ) -> dict[str, int]:
     """Weights, index and configuration; sizes of the files on the first rank.  Collective."""
     recipes = ranks.run(lambda: recipes_of(model, asked.asked_dtype()))
     files, index = ranks.run(lambda: divided(recipes, asked.most_nbytes(), model))
 
     def beside() -> None:
-        folder = str(draft.path)
+        folder = str(draft.made.path)
         # The model's own stays as it is.
         config = copy.deepcopy(model.config)
         config.dtype = str(asked.asked_dtype() or model.dtype).removeprefix("torch.")
@@ -196,7 +196,7 @@ def _write_model(
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
         if index is not None:
-            (draft.path / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            (draft.made.path / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     # First, for it may be refused: a generation_config that is invalid is no reason to write the weights in vain.
     ranks.on_first(beside)
@@ -206,7 +206,7 @@ def _write_model(
 # Adapters of PEFT.
 
 
-def _write_adapters(model: Any, draft: ExportDraft, ranks: ControlPlane, gathered: Gathered) -> dict[str, int]:
+def _write_adapters(model: Any, draft: Draft, ranks: ControlPlane, gathered: Gathered) -> dict[str, int]:
     """Adapters alone, by PEFT's own ``save_pretrained``, with their values whole.  Collective."""
     needed = ranks.run(lambda: _adapter_tensors(model))
     with gathered(needed) if needed else nullcontext(), torch.no_grad():
@@ -216,8 +216,8 @@ def _write_adapters(model: Any, draft: ExportDraft, ranks: ControlPlane, gathere
                 if ranks.first and (draft.target / "README.md").is_file():
                     # PEFT adds to the card that is there.
                     with suppress(OSError):
-                        shutil.copyfile(draft.target / "README.md", folder / "README.md")
-                model.save_pretrained(str(folder), is_main_process=ranks.first)
+                        shutil.copyfile(draft.target / "README.md", folder.path / "README.md")
+                model.save_pretrained(str(folder.path), is_main_process=ranks.first)
 
         ranks.run(write)
     return {}

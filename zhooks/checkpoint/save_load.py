@@ -163,9 +163,9 @@ def _write(
     run: RunState, draft: Draft, extra: Mapping[str, Any], digests: Mapping[str, str], store: Store | None
 ) -> Record:
     """This rank's file, durable."""
-    with draft.files() as dir_fd, closing(PartsOnDisk(store)) as disk:
+    with draft.files() as folder, closing(PartsOnDisk(store)) as disk:
         tensors = read_ahead(contents(run, extra, digests), disk)
-        writer = ShardWriter(draft.path(shard_name(run.comm.stage.axis.rank)), [each.entry for each in tensors], dir_fd)
+        writer = ShardWriter(draft.path(shard_name(run.comm.stage.axis.rank)), [each.entry for each in tensors], folder.fd)
         return write_file(writer, tensors, run.bus, lambda nbytes: None)
 
 

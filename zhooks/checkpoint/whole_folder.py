@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from offload.errors import CheckpointError, ZhooksError
 from offload.events import Bus
-from offload.shards import Entry, WholeFile
+from offload.shards import Entry, Folder, WholeFile
 from zhooks.checkpoint.rank0_values import flats_of, is_first, whole_values
 from zhooks.comm import CONTROL, Call, Comm, ControlPlane
 from zhooks.compiled import plain_name
@@ -59,7 +59,7 @@ class WrittenTo:
 
     verb: str
     target: Path
-    folder: Callable[[], AbstractContextManager[Path]]
+    folder: Callable[[], AbstractContextManager[Folder]]
 
 
 def tensors_of(model: nn.Module, verb: str) -> dict[str, Tensor]:
@@ -100,7 +100,7 @@ def write_files(
     with ExitStack() as stack:
 
         def begin() -> _Sink:
-            return _Sink(to.verb, stack.enter_context(to.folder()), mine, recipes, stack)
+            return _Sink(to.verb, stack.enter_context(to.folder()).path, mine, recipes, stack)
 
         sink = ranks.run(begin)
         done = 0

@@ -201,6 +201,15 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_nothing(room: 
         assert os.listdir(path) == ["run"] and run.load(path / "run") == {"step": 1}
 
 
+@on_ranks(2)
+def test_a_full_disk_on_the_rank_that_makes_the_folder_leaves_no_folder() -> None:
+    run = Run(SMALL)
+    with folder() as path:
+        with refused(run, os.strerror(errno.ENOSPC)), failing("fsync", errno.ENOSPC, rank=0):
+            run.save(path / "run")
+        assert os.listdir(path) == []
+
+
 @on_ranks(1)
 def test_a_save_that_commits_where_another_has_just_done_so_takes_its_place() -> None:
     one, other = Run(SMALL), Run(SMALL)

@@ -379,7 +379,7 @@ def test_adapters_of_peft_are_written_as_peft_writes_them(adapter: str) -> None:
 
 KILLED = """
 import os, signal, sys, torch, transformers, zhooks
-from offload.shards import ExportDraft
+from offload.shards import Draft
 torch.manual_seed(0)
 config = transformers.LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
                                   num_attention_heads=2, num_key_value_heads=1)
@@ -389,7 +389,7 @@ attachment.save_pretrained(where)
 with open(os.path.join(where, "notes.md"), "w") as file:
     file.write("mine")
 if sys.argv[2] == "before":
-    ExportDraft.commit = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+    Draft.commit = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
 elif sys.argv[2] == "after":
     # The first file of the earlier folder that is removed, once the new one is in its place.
     os.unlink = lambda *given, **named: os.kill(os.getpid(), signal.SIGKILL)
