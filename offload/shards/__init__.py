@@ -11,7 +11,7 @@ from offload.shards.manifest import MANIFEST, Manifest, encoded, read_manifest, 
 from offload.shards.outcomes import FailedElsewhere, Outcomes
 from offload.shards.part import Part
 from offload.shards.replaceable import ExportKind
-from offload.shards.saved_layout import Places, SavedFlat, SavedLayout, SavedParam
+from offload.shards.saved_layout import SavedFlat, SavedLayout, SavedParam
 from offload.shards.saved_model import SavedModel
 from offload.shards.saved_states import state_key
 from offload.shards.series import Series, latest, run_of, saved_ns, when_saved
@@ -31,7 +31,6 @@ __all__ = [
     "Manifest",
     "Outcomes",
     "Part",
-    "Places",
     "Record",
     "SavedFlat",
     "SavedLayout",

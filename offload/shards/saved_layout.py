@@ -2,11 +2,6 @@
 
 ``saved_model.py`` reads whole parameters by it, ``zhooks/checkpoint`` the ranges that a rank needs.  It knows names and
 integers; it opens no file, and never takes a number that contradicts another.
-
-Note: [Which file is whose]
-    The manifest says of every file which place on shard, replicate and tp its rank had.  Older ones do not: they are taken to
-    be of the mesh that loads them where the sizes of its axes are the same, else of one with the axes replicate, shard, tp, in
-    that order.  Replicas whose values differ by checksum show that it was another.
 """
 
 from __future__ import annotations
@@ -22,13 +17,9 @@ import torch
 from offload.shards.file import CODES
 from offload.shards.manifest import Manifest
 
-__all__ = ["Places", "SavedFlat", "SavedLayout", "SavedParam", "UnknownPlacesError", "read_flats"]
+__all__ = ["SavedFlat", "SavedLayout", "SavedParam"]
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
-
-
-class UnknownPlacesError(ValueError):
-    """An older manifest whose files cannot be told apart by their places on the mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +76,16 @@ class SavedFlat:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Which file is of which place: see Note [Which file is whose].
+class SavedLayout:
+    """What a manifest describes: flat buffers, and which file is of which place on the mesh.
 
     Attributes:
+        shard, replicate, tp: the sizes of the axes.
         ranks: the files' ranks by place on shard, replicate and tp.
         data: those of one place on tp, in order.
     """
 
+    flats: tuple[SavedFlat, ...]
     shard: int
     replicate: int
     tp: int
@@ -100,68 +93,38 @@ class Places:
     data: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, rows: Any, world: int) -> Places:
-        """Those that a manifest lists.
-
-        Raises:
-            ValueError: they are no whole mesh of ``world`` ranks.
-        """
-        found = {(_int(shard), _int(replicate), _int(tp)): rank for rank, (shard, replicate, tp) in enumerate(rows)}
-        sizes = [1 + max(place[axis] for place in found) for axis in range(3)]
-        if len(rows) != world or len(found) != world or math.prod(sizes) != world:
-            raise ValueError(f"places of {len(rows)} ranks that do not form a mesh of {world}")
-        data = [tuple(rank for (_, _, tp), rank in found.items() if tp == place) for place in range(sizes[2])]
-        return cls(sizes[0], sizes[1], sizes[2], found, tuple(data))
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        return self.shard, self.replicate, self.tp
-
-
-@dataclass(frozen=True, slots=True)
-class SavedLayout:
-    """What a manifest describes; ``told``: it says itself which file is of which place."""
-
-    flats: tuple[SavedFlat, ...]
-    places: Places
-    told: bool
-
-    @classmethod
-    def of(cls, manifest: Manifest, here: Places | None = None) -> SavedLayout:
-        """Read and compared; ``here`` are the places of the ranks that load it, if any do.
+    def of(cls, manifest: Manifest) -> SavedLayout:
+        """Read and compared.
 
         Raises:
             ValueError, KeyError, TypeError, AttributeError, IndexError: it contradicts itself, or is none that a save wrote.
         """
-        about, flats = manifest.about, read_flats(manifest)
+        flats = tuple(_flat(number, described) for number, described in enumerate(manifest.about["flats"]))
+        names = [param.name for flat in flats for param in flat.params]
+        if len(set(names)) != len(names):
+            raise ValueError("two parameters with one name")
+        rows = manifest.about["places"]
+        ranks = {(_int(shard), _int(replicate), _int(tp)): rank for rank, (shard, replicate, tp) in enumerate(rows)}
+        shard, replicate, tp = (1 + max(place[axis] for place in ranks) for axis in range(3))
+        if not len(rows) == len(ranks) == manifest.world == shard * replicate * tp:
+            raise ValueError(f"places of {len(rows)} ranks that do not form a mesh of {manifest.world}")
         worlds = {flat.world for flat in flats if flat.sharded}
         counts = {param.count for flat in flats for param in flat.params if param.dim is not None}
-        told = "places" in about
-        found = (
-            Places.of(about["places"], manifest.world)
-            if told
-            else _usual_places(manifest, flats, max(counts, default=1), max(worlds, default=1), here)
-        )
-        if not worlds <= {found.shard} or not counts <= {found.tp}:
-            raise ValueError(f"buffers over {sorted(worlds)} ranks and parts of {sorted(counts)} on a mesh of {found.sizes}")
-        return cls(flats, found, told)
+        if not worlds <= {shard} or not counts <= {tp}:
+            mesh = f"{shard} x {replicate} x {tp}"
+            raise ValueError(f"buffers over {sorted(worlds)} ranks and parts of {sorted(counts)} on a mesh of {mesh}")
+        data = tuple(tuple(rank for place, rank in ranks.items() if place[2] == part) for part in range(tp))
+        return cls(flats, shard, replicate, tp, ranks, data)
 
     def has_replicas(self, manifest: Manifest) -> bool:
         """By checksum, values are the same wherever they are not divided."""
-        return _has_replicas(manifest, self.flats, self.places)
-
-
-def read_flats(manifest: Manifest) -> tuple[SavedFlat, ...]:
-    """The flat buffers that a manifest describes.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError, IndexError: it contradicts itself, or is none that a save wrote.
-    """
-    flats = tuple(_flat(number, described) for number, described in enumerate(manifest.about["flats"]))
-    names = [param.name for flat in flats for param in flat.params]
-    if len(set(names)) != len(names):
-        raise ValueError("two parameters with one name")
-    return flats
+        for (shard, _, part), rank in self.ranks.items():
+            for flat in self.flats:
+                # What is not divided is the same at all places on shard, too.
+                first = self.ranks[shard if flat.sharded else 0, 0, part]
+                if manifest.files[rank].tensors.get(flat.tensor) != manifest.files[first].tensors.get(flat.tensor):
+                    return False
+        return True
 
 
 def _flat(number: int, about: Mapping[str, Any]) -> SavedFlat:
@@ -174,9 +137,8 @@ def _flat(number: int, about: Mapping[str, Any]) -> SavedFlat:
         raise ValueError(f"buffer {number} of {padded} elements in ranges of {shard_numel} and segments {segments[:3]}")
     params = tuple(map(_param, about["params"]))
     starts, numels = [param.start for param in params], [math.prod(param.part_shape) for param in params]
-    # Older manifests do not say; then one alignment must explain where all begin.
-    ways = [_int(about["align"])] if about.get("align") is not None else [2**power for power in range(13)]
-    if not any(_starts(numels, align) == starts for align in ways if starts and align):
+    align = _int(about["align"])
+    if not starts or not align or _starts(numels, align) != starts:
         raise ValueError(f"parameters that start at {starts[:3]}")
     if starts[-1] + numels[-1] > padded:
         raise ValueError(f"parameters beyond {padded} elements")
@@ -200,12 +162,7 @@ def _param(about: Mapping[str, Any]) -> SavedParam:
     if dim is not None and not (dim < len(shape) and count > 1 and shape[dim] % count == 0):
         raise ValueError(f"parameter {name} of shape {shape} in {count} parts along dim {dim}")
     whole = SavedParam(name, shape, stride, _int(about["start"]), stride, dim, count)
-    if dim is None:
-        part_stride = stride
-    elif "part_stride" in about:
-        part_stride = tuple(map(_int, about["part_stride"]))
-    else:
-        part_stride = _ordered_like(stride, whole.part_shape)
+    part_stride = stride if dim is None else tuple(map(_int, about["part_stride"]))
     if not _dense(shape, stride) or not _dense(whole.part_shape, part_stride):
         raise ValueError(f"parameter {name} of shape {shape} and strides {stride}, {part_stride}")
     return SavedParam(name, shape, stride, whole.start, part_stride, dim, count)
@@ -220,43 +177,6 @@ def _dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
         if length > 1 and step != size and 0 not in shape:
             return False
         size *= max(1, length)
-    return True
-
-
-def _ordered_like(stride: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """Dense strides of this shape whose dims lie as those of ``stride``."""
-    found, size = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim)):
-        found[dim], size = size, size * max(1, shape[dim])
-    return tuple(found)
-
-
-def _usual_places(manifest: Manifest, flats: Sequence[SavedFlat], tp: int, shard: int, here: Places | None) -> Places:
-    """See Note [Which file is whose].
-
-    Raises:
-        UnknownPlacesError: replicas differ, so that it was another mesh.
-    """
-    world = manifest.world
-    data = world // tp
-    across = data if shard == 1 else shard
-    usual = Places.of([[rank // tp % across, rank // tp // across, rank % tp] for rank in range(world)], world)
-    fits = here is not None and here.tp == tp and math.prod(here.sizes) == world and shard in (1, here.shard)
-    ways = [here, usual] if here is not None and fits else [usual]
-    found = next((places for places in ways if _has_replicas(manifest, flats, places)), None)
-    if found is None:
-        why = "an older checkpoint of ranks that are not replicas of each other: load it on the mesh it was saved on"
-        raise UnknownPlacesError(why)
-    return found
-
-
-def _has_replicas(manifest: Manifest, flats: Sequence[SavedFlat], found: Places) -> bool:
-    for (shard, _, part), rank in found.ranks.items():
-        for flat in flats:
-            # What is not divided is the same at all places on shard, too.
-            first = found.ranks[shard if flat.sharded else 0, 0, part]
-            if manifest.files[rank].tensors.get(flat.tensor) != manifest.files[first].tensors.get(flat.tensor):
-                return False
     return True
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from offload.errors import CheckpointError
 from offload.shards.file import Entry, ShardReader
 from offload.shards.manifest import read_manifest
-from offload.shards.saved_layout import Places, SavedFlat, SavedLayout, SavedParam, UnknownPlacesError, read_flats
+from offload.shards.saved_layout import SavedFlat, SavedLayout, SavedParam
 from offload.shards.saved_states import flat_states, groups_of, number_states, state_key
 from offload.text import counted
 
@@ -39,31 +39,17 @@ class SavedModel:
     def __init__(self, path: Path) -> None:
         self.path, self.manifest = path, read_manifest(path)
         try:
-            self.flats = read_flats(self.manifest)
-            self._layout, self._unknown = self._placed()
+            self.layout = SavedLayout.of(self.manifest)
+            if not self.layout.has_replicas(self.manifest):
+                raise ValueError("replicas that differ")
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             raise self._refused(f"a manifest that contradicts itself ({type(error).__name__}: {error})"[:300]) from error
-
-    def _placed(self) -> tuple[SavedLayout | None, str]:
-        """With which file is of which place, or why nobody can know it: headers and checksums can be read without."""
-        silent = "an older manifest that does not say which place on the mesh each rank had"
-        try:
-            layout = SavedLayout.of(self.manifest)
-        except UnknownPlacesError:
-            return None, f"replicas that differ, and {silent}"
-        if not layout.has_replicas(self.manifest):
-            raise ValueError("replicas that differ")
-        # Checksums of replicas do not tell which part over tp is whose.
-        if not layout.told and any(param.dim is not None for flat in self.flats for param in flat.params):
-            return None, f"parameters divided over tp, and {silent}"
-        return layout, ""
+        self.flats = self.layout.flats
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The size of each axis; nothing where nobody can know it."""
-        if self._layout is None:
-            return {}
-        return dict(zip(("shard", "replicate", "tp"), self._layout.places.sizes, strict=True))
+        """The size of each axis."""
+        return {"shard": self.layout.shard, "replicate": self.layout.replicate, "tp": self.layout.tp}
 
     def reader(self, rank: int) -> ShardReader:
         """One file, its size and header compared with the manifest.
@@ -130,13 +116,12 @@ class SavedModel:
         """Every tensor of the whole model: parameters, buffers, and parameters that were ignored, as ``tensors`` gives them.
 
         Raises:
-            CheckpointError: not all of it is here, or nobody can say how its parts belong together.
+            CheckpointError: not all of it is here.
         """
         left = self.document().get("left out")
         if left:
             found = f"{counted(len(left), 'quantised parameter')}, such as {next(iter(left))}, of which it has only checksums"
             raise self._refused(found)
-        self._places()
         entries = [Entry(param.name, flat.dtype, param.shape) for flat in self.flats for param in flat.params]
         names = {entry.name for entry in entries}
         for name, entry in self._buffers().items():
@@ -210,19 +195,14 @@ class SavedModel:
         except ValueError as error:
             raise self._refused(f"{error}") from error
 
-    def _places(self) -> Places:
-        if self._layout is None:
-            raise self._refused(self._unknown)
-        return self._layout.places
-
     def _full(self, flat: SavedFlat, tp: int, name: str = "") -> Tensor:
         """The flat buffer of one place on tp: its values, or the tensor of states that is called so."""
         name = name or flat.tensor
-        with closing(self.reader(self._places().ranks[0, 0, tp])) as reader:
+        with closing(self.reader(self.layout.ranks[0, 0, tp])) as reader:
             dtype = flat.dtype if name == flat.tensor else reader.entry(name).dtype
         full = torch.empty(flat.padded, dtype=dtype, device="cpu")
         for shard in range(flat.world):
-            with closing(self.reader(self._places().ranks[shard, 0, tp])) as reader:
+            with closing(self.reader(self.layout.ranks[shard, 0, tp])) as reader:
                 entry = reader.entry(name)
                 if (entry.dtype, entry.shape) != (dtype, (flat.shard_numel,)):
                     raise self._refused(f"{name} of {entry.dtype} and shape {list(entry.shape)} in {reader.path.name}")
@@ -233,12 +213,10 @@ class SavedModel:
         """By name, without what the file calls them."""
         with closing(self.reader(0)) as reader:
             found = {name.removeprefix(_BUFFER): entry for name, entry in reader.entries.items() if name.startswith(_BUFFER)}
-        places = self._places()
-        if places.tp > 1:
-            for (_, _, tp), rank in places.ranks.items():
-                other = next((name for name in found if tp and _BUFFER + name in self.manifest.files[rank].tensors), None)
-                if other is not None:
-                    raise self._refused(f"buffer {other}, which differs over tp")
+        for (_, _, tp), rank in self.layout.ranks.items():
+            other = next((name for name in found if tp and _BUFFER + name in self.manifest.files[rank].tensors), None)
+            if other is not None:
+                raise self._refused(f"buffer {other}, which differs over tp")
         return found
 
     def _refused(self, found: str) -> CheckpointError:

@@ -6,7 +6,6 @@ saved, bit for bit.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zhooks
-from tests.support.inside import checksum_of
 from tests.support.on_ranks import place
 from tests.support.torches import Muon
 from tests.support.tp_gpt import batch, divide, loss_of, plain_gpt
@@ -158,18 +156,3 @@ def differences(one: Any, other: Any, at: str = "") -> list[str]:
         same = one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
         return [] if same else [f"{at}: {one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"]
     return [] if one == other else [f"{at}: {one!r} and {other!r}"]
-
-
-def as_older(run: Path, *, mesh: bool = True) -> None:
-    """Make a folder what releases before meshes were saved have written; on the first rank."""
-    if place()[0]:
-        return
-    file = run / "manifest.json"
-    content = json.loads(file.read_text())["manifest"]
-    if mesh:
-        del content["about"]["places"]
-    for flat in content["about"]["flats"]:
-        del flat["align"]
-        for param in flat["params"]:
-            param.pop("part_stride", None)
-    file.write_text(json.dumps({"checksum": checksum_of(content), "manifest": content}))

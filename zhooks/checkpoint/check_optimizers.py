@@ -181,7 +181,7 @@ def _entries(folder: SavedFolder, number: int) -> dict[tuple[int, int], _Entry]:
     owners: dict[tuple[int, int], int | None] = {}
     for group, index, owner in saved.get("owners", []):
         require(type(group) is int and type(index) is int and min(group, index) >= 0, "places of parameters")
-        require(owner is None or (type(owner) is int and 0 <= owner < folder.layout.places.shard), "a rank")
+        require(owner is None or (type(owner) is int and 0 <= owner < folder.layout.shard), "a rank")
         require(index < len(saved["groups"][group]["params"]), "a place in a group")
         owners[group, index] = owner
     found: dict[tuple[int, int], _Entry] = {}
@@ -230,7 +230,7 @@ def _owners(run: RunState, found: Mapping[nn.Parameter, _Entry]) -> dict[nn.Para
         flat, spec = flats.get(id(param), (None, None))
         owners[param] = None
         if flat is not None and spec is not None and flat.sharded:
-            kept = one.owner is not None and one.folder.layout.places.shard == world
+            kept = one.owner is not None and one.folder.layout.shard == world
             owners[param] = one.owner if kept else None
             if not kept:
                 shapes[param] = spec.shape

@@ -150,8 +150,8 @@ def _check_buffers(saved: Saved) -> dict[str, tuple[SavedFolder, int]]:
     for name, buffer in buffers.items():
         folder, rank = where[name]
         expect(folder, rank, buffer_name(name), buffer.dtype, tuple(buffer.shape))
-        kept = folder.layout.places
-        if kept.tp != folder.place.own.tp:
+        kept = folder.layout
+        if kept.tp != folder.place.tp_world:
             data = next(row.index(rank) for row in kept.data if rank in row)
             if len({_digest(folder, kept.data[tp][data], name) for tp in range(kept.tp)}) > 1:
                 raise CheckpointError(
@@ -163,10 +163,10 @@ def _check_buffers(saved: Saved) -> dict[str, tuple[SavedFolder, int]]:
 
 def _of_each_rank(folder: SavedFolder, what: str) -> CheckpointError:
     """Other ranks than saved cannot each have what was a rank's own."""
-    data, place = folder.layout.places.data, folder.place
+    data, place = folder.layout.data, folder.place
     return CheckpointError(
         f"Cannot load {folder.path}. Expected as many ranks as saved, {len(data[0])} x {len(data)} (data x tp), because each "
-        f"rank has its own {what}, found {place.data_world} x {place.own.tp}. Load it on as many."
+        f"rank has its own {what}, found {place.data_world} x {place.tp_world}. Load it on as many."
     )
 
 
@@ -295,13 +295,13 @@ def _check_partials(saved: Saved) -> dict[str, InFlat]:
     """
     found: dict[str, InFlat] = {}
     for folder in saved.folders:
-        kept, place = folder.layout.places, folder.place
+        kept, place = folder.layout, folder.place
         names = [tensor_name(number, "partial") for number in range(len(folder.layout.flats))]
         any_held = any(name in record.tensors for record in folder.manifest.files for name in names)
         if any_held and not folder.as_many:
             raise CheckpointError(
                 f"Cannot load {folder.path}. Expected as many ranks as saved, {len(kept.data[0])} x {kept.tp} (data x tp), "
-                f"because gradients accumulated inside no_sync differ per rank, found {place.data_world} x {place.own.tp}. "
+                f"because gradients accumulated inside no_sync differ per rank, found {place.data_world} x {place.tp_world}. "
                 "Load it on as many, or save after an accumulation has ended."
             )
         rows = folder.own["partials"]

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from offload.errors import CheckpointError
-from offload.shards import CHUNK, Entry, Manifest, Part, Places, SavedLayout, ShardReader
+from offload.shards import CHUNK, Entry, Manifest, Part, SavedLayout, ShardReader
 from zhooks.checkpoint.saved_ranges import ParamRanges, difference, ranges_of
-from zhooks.checkpoint.shard_contents import DOCUMENT, RunState, places, tensor_name
+from zhooks.checkpoint.shard_contents import DOCUMENT, RunState, tensor_name
 from zhooks.checkpoint.state_tree import Unpacker
 from zhooks.comm import Comm
 from zhooks.tensor import ParamShard, ShardedVector, VectorShard
@@ -66,21 +66,20 @@ class Place:
     Attributes:
         data: its place among the ranks that hold the same part of the model.
         stage: its place on pp.
-        own: the places of all ranks of the model.
     """
 
     replicate: int
     tp: int
+    tp_world: int
     data: int
     data_world: int
     stage: int
-    own: Places
 
     @classmethod
     def of(cls, comm: Comm) -> Place:
         """That of this process."""
-        data, own = comm.world.axis, Places.of(places(comm), comm.stage.axis.world)
-        return cls(comm.replicate.axis.rank, comm.tp.axis.rank, data.rank, data.world, comm.pp.axis.rank, own)
+        tp, data = comm.tp.axis, comm.world.axis
+        return cls(comm.replicate.axis.rank, tp.rank, tp.world, data.rank, data.world, comm.pp.axis.rank)
 
 
 class Reader(Protocol):
@@ -139,17 +138,17 @@ class SavedFolder:
 
     def __init__(self, path: Path, manifest: Manifest, place: Place, files: Files) -> None:
         self.path, self.manifest, self.place, self._files = path, manifest, place, files
-        self.layout = SavedLayout.of(manifest, place.own)
+        self.layout = SavedLayout.of(manifest)
         self.members = tuple(map(ranges_of, self.layout.flats))
         self.params = {param.name: param for members in self.members for param in members}
         self._readers: OrderedDict[int, Reader] = OrderedDict()
         self._documents: OrderedDict[int, dict[str, Any]] = OrderedDict()
-        kept = self.layout.places
+        kept = self.layout
         self._tp = place.tp % kept.tp
         data = kept.data[self._tp]
         self.counterpart = data[place.data % len(data)]
         self.same_place = place.data < len(data)
-        self.as_many = (len(data), kept.tp) == (place.data_world, place.own.tp)
+        self.as_many = (len(data), kept.tp) == (place.data_world, place.tp_world)
 
     def close(self) -> None:
         """Idempotent."""
@@ -210,7 +209,7 @@ class SavedFolder:
 
     def rank_at(self, tp: int | None, shard: int | None) -> int:
         """Whose file has a range: of the replica and the place on tp that are nearest to this rank's, where all have it."""
-        kept = self.layout.places
+        kept = self.layout
         part = self._tp if tp is None else tp
         if shard is None:
             data = kept.data[part]
@@ -219,7 +218,7 @@ class SavedFolder:
 
     def shard_of(self, rank: int) -> int:
         """The place on shard of whose file this is."""
-        return next(place for place, found in self.layout.places.ranks.items() if found == rank)[0]
+        return next(place for place, found in self.layout.ranks.items() if found == rank)[0]
 
     def verify(self, rank: int, world: int, skip: Iterable[int]) -> int:
         """This rank's share of all files, of ``world`` that share them; returns the bytes of the files it looked into.
@@ -449,33 +448,7 @@ def find_params(run: RunState, folders: Sequence[SavedFolder]) -> Saved:
     for folder, param in params.values():
         name = tensor_name(param.flat.number, "value")
         expect(folder, folder.counterpart, name, param.flat.dtype, (param.flat.shard_numel,))
-    for folder in folders:
-        _check_guess(folder)
     return Saved(run, folders, params, specs)
-
-
-def _check_guess(folder: SavedFolder) -> None:
-    """An older folder does not say which file is of which place: what is whole on tp must be the same at all places there.
-
-    Raises:
-        CheckpointError: it is not, so that it was another mesh.
-    """
-    kept = folder.layout.places
-    if folder.layout.told or kept.tp == 1 or kept.shard * kept.replicate == 1:
-        return
-    for param in folder.params.values():
-        name = tensor_name(param.flat.number, "value")
-        for shard in range(kept.shard if param.saved.dim is None else 0):
-            start, numel = param.span(shard)
-            ranks = [kept.ranks[shard, 0, tp] for tp in range(kept.tp)]
-            # A chunk of each will do: in another order of axes they are of other shards.
-            first, *others = (folder.reader(rank).elements(name, start, min(numel, CHUNK // 8)) for rank in ranks)
-            if not all(torch.equal(first, other) for other in others):
-                raise CheckpointError(
-                    f"Cannot load {folder.path}. Expected an older checkpoint of a mesh whose last axis is tp, found different "
-                    f"values of {param.name} on ranks {ranks}. Load it on the mesh it was saved on with the release that "
-                    "wrote it, and save full state there."
-                )
 
 
 def another(folders: Sequence[SavedFolder], problem: str) -> CheckpointError:

@@ -284,7 +284,7 @@ def _over_tp(spec: ParamShard) -> dict[str, Any]:
 
 
 def places(comm: Comm) -> list[list[int]]:
-    """The place of each rank of the model on shard, replicate and tp: see Note [Which file is whose] there."""
+    """The place of each rank of the model on shard, replicate and tp."""
     axes = (comm.shard.axis, comm.replicate.axis, comm.tp.axis)
     return [[axis.place(rank) for axis in axes] for rank in comm.stage.axis.ranks]
 
