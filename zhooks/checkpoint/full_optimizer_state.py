@@ -1,12 +1,12 @@
-"""The first rank's full optimizer state, checked, and sharded over all ranks.
+"""A full optimizer state: made of ranges, and the first rank's checked and sharded over all ranks.
 
-``full_state_dict.py`` asks for a plan before it changes anything, and then has it carried out.  What can go wrong on one rank
-goes wrong on all, and leaves the optimizer as it was.
+``full_state_dict.py`` and ``torch_state_dict.py`` call it.  Before a load changes anything there is a plan of it: what can go
+wrong on one rank goes wrong on all, and leaves the optimizer as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,69 @@ from torch import Tensor
 
 from offload.errors import CheckpointError
 from offload.shards import CODES
-from zhooks.checkpoint.owned_states import from_first_rank
-from zhooks.checkpoint.rank0_values import spread_values
+from zhooks.checkpoint.owned_states import from_first_rank, states_of_owners
+from zhooks.checkpoint.rank0_values import flats_of, spread_values, whole_values
 from zhooks.comm import CONTROL, Call, Comm, ControlPlane
-from zhooks.optim import OwnedStates, params_of, shard_vectors, with_owners
+from zhooks.optim import (
+    OwnedStates,
+    mapped,
+    params_of,
+    shard_vectors,
+    state_keys,
+    states_of,
+    whole_copies,
+    with_owners,
+)
 from zhooks.tensor import ShardedTensor
-from zhooks.unit import Flat
+from zhooks.unit import Flat, Unit
 
-__all__ = ["apply_plan", "plan_of"]
+__all__ = ["apply_plan", "make_whole", "plan_of"]
+
+
+def make_whole(
+    optimizer: torch.optim.Optimizer,
+    state: dict[Any, Any],
+    units: Sequence[Unit],
+    comm: Comm,
+    ranks: Collection[int],
+    device: torch.device | None,
+    *,
+    here: bool,
+) -> set[int]:
+    """Put whole values in place of ranges in ``state``, never in the optimizer's own; on ranks that are ``here``.  Collective.
+
+    Args:
+        state: of ``optimizer.state_dict()``.
+        ranks: those of the shard axis that get what owners have.
+        device: where they go; None: to where the parameters are.
+    Returns:
+        The tensors of ranges that were made, by identity.
+    """
+    order = params_of(optimizer)
+    index = {id(param): number for number, param in enumerate(order)}
+    copies = whole_copies(dict(optimizer.state), device, here=here)
+    made = {id(copy) for copy in copies.values()}
+    for flat in flats_of(units):
+        for key in state_keys(flat, optimizer):
+            shards = states_of(flat, optimizer, key)
+            wanted = range(len(shards) if here else 0)
+            values = whole_values(flat, shards, wanted, device or flat.kind.device)
+            for param, shard, value in zip(flat.params, shards, values, strict=True):
+                if value is not None and shard is not None:
+                    at = index[id(param)]
+                    state[at] = {**state[at], key: value}
+                    made.add(id(value))
+    if copies:
+        state.update({at: mapped(states, lambda value: copies.get(id(value), value)) for at, states in state.items()})
+    ours = {id(param) for flat in flats_of(units) for param in flat.params}
+    held = [param for param in order if id(param) in ours]
+    for param_id, states in states_of_owners(optimizer, held, comm.shard, ranks).items():
+        # Of a parameter that no step has updated there are none.
+        if here and states:
+            state[index[param_id]] = states
+        else:
+            state.pop(index[param_id], None)
+    return made
 
 
 def plan_of(packed: Any, optimizer: torch.optim.Optimizer, flats: Sequence[Flat]) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from offload.errors import CheckpointError
 from offload.text import counted
 from zhooks import tree
-from zhooks.checkpoint.full_optimizer_state import apply_plan, plan_of
+from zhooks.checkpoint.full_optimizer_state import apply_plan, make_whole, plan_of
 from zhooks.checkpoint.ignored_values import (
     check_alike,
     check_left_out,
@@ -26,12 +26,11 @@ from zhooks.checkpoint.ignored_values import (
     left_out_names,
     plain_of,
 )
-from zhooks.checkpoint.owned_states import states_of_owners
 from zhooks.checkpoint.rank0_values import flats_of, from_first, is_first, spread_values, whole_values
 from zhooks.comm import CONTROL, Call, Comm, ControlPlane
 from zhooks.compiled import plain_name
 from zhooks.layout import Division, Ignored, is_divided, part_of, whole_of
-from zhooks.optim import mapped, params_of, state_keys, states_of, whole_copies
+from zhooks.optim import mapped
 from zhooks.run import Runtime
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Unit
@@ -48,38 +47,26 @@ def full_state(
     check_alike(model, ignored, comm, "state_dict", optimizer)
     wanted = is_first(comm)
     values: dict[int, Tensor] = {}
-    states: dict[int, dict[str, Tensor]] = {}
     for flat in flats_of(units):
         every = range(len(flat.params) if wanted else 0)
         for param, value in zip(flat.params, whole_values(flat, flat.shard, every, _CPU), strict=True):
             if value is not None:
                 values[id(param)] = value
-        if optimizer is None:
-            continue
-        for key in state_keys(flat, optimizer):
-            shards = states_of(flat, optimizer, key)
-            for param, value, held in zip(flat.params, whole_values(flat, shards, every, _CPU), shards, strict=True):
-                if value is not None and held is not None:
-                    states.setdefault(id(param), {})[key] = value
     for tensor in [*tree.buffers(model), *ignored.params.values()]:
         if is_divided(tensor):
             values[id(tensor)] = whole_of(tensor).to("cpu", copy=True)
-    owned: dict[int, dict[Any, Any]] = {}
-    copies: dict[int, Tensor] = {}
+    out: dict[str, Any] = {}
     if optimizer is not None:
-        copies = whole_copies(dict(optimizer.state), _CPU, here=wanted)
-        params = params_of(optimizer)
-        owned = states_of_owners(optimizer, params, comm.shard, (0,))
-    if wanted:
-        values |= {id(param): _cpu(param) for param in plain_of(ignored, "state_dict").values() if id(param) not in values}
+        packed = optimizer.state_dict() if wanted else {"state": {}}
+        made = make_whole(optimizer, packed["state"], units, comm, (0,), _CPU, here=wanted)
+        states = mapped(packed["state"], lambda value: value if id(value) in made else _cpu(value))
+        out["optimizer"] = {"state": states, "param_groups": packed["param_groups"]} if wanted else {}
     if not wanted:
         return {}
-    out: dict[str, Any] = {"model": _model_state(model, values, left_out_names(model, ignored))}
+    values |= {id(param): _cpu(param) for param in plain_of(ignored, "state_dict").values() if id(param) not in values}
     if ignored.frozen:
-        out["left_out"] = checksums_of(ignored)
-    if optimizer is not None:
-        out["optimizer"] = _optimizer_state(optimizer, states, owned, copies)
-    return out
+        out = {"left_out": checksums_of(ignored), **out}
+    return {"model": _model_state(model, values, left_out_names(model, ignored)), **out}
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer | None, units: Sequence[Unit]) -> None:
@@ -109,36 +96,6 @@ def _model_state(model: nn.Module, values: dict[int, Tensor], left_out: Collecti
 
 def _cpu(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-
-def _all_cpu(value: Any) -> Any:
-    """A state with what it holds, however deep, on the CPU."""
-    if isinstance(value, dict):
-        return {key: _all_cpu(item) for key, item in value.items()}
-    return type(value)(map(_all_cpu, value)) if isinstance(value, (list, tuple)) else _cpu(value)
-
-
-def _optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    states: dict[int, dict[str, Tensor]],
-    owned: dict[int, dict[Any, Any]],
-    copies: dict[int, Tensor],
-) -> dict[str, Any]:
-    packed = optimizer.state_dict()
-    order = params_of(optimizer)
-
-    def here(value: Tensor) -> Any:
-        return copies[id(value)] if id(value) in copies else _cpu(value)
-
-    full: dict[Any, Any] = {}
-    for index, entry in packed["state"].items():
-        known = states.get(id(order[index]), {}) if isinstance(index, int) else {}
-        if isinstance(index, int) and id(order[index]) in owned:
-            # Of a parameter that no step has updated there are none.
-            full |= {index: _all_cpu(some)} if (some := owned[id(order[index])]) else {}
-            continue
-        full[index] = {key: known[key] if key in known else mapped(value, here) for key, value in entry.items()}
-    return {"state": full, "param_groups": packed["param_groups"]}
 
 
 def _loss_scale_of(state: object) -> dict[str, Any]:

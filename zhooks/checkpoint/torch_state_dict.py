@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,22 +19,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import CapabilityError, CheckpointError
+from zhooks.checkpoint.full_optimizer_state import make_whole
 from zhooks.checkpoint.ignored_values import check_alike
-from zhooks.checkpoint.owned_states import states_of_owners
 from zhooks.checkpoint.rank0_values import flats_of, whole_values
 from zhooks.comm import Comm, ControlPlane
 from zhooks.grad import Asked, full_state_asked
 from zhooks.layout import Ignored
-from zhooks.optim import (
-    about_state,
-    mapped,
-    params_of,
-    shard_vectors,
-    state_keys,
-    states_of,
-    vectors_in,
-    whole_copies,
-)
+from zhooks.optim import about_state, shard_vectors
 from zhooks.run import Inert
 from zhooks.tensor import ParamShard, ShardedTensor, ShardedVector
 from zhooks.unit import Unit
@@ -193,30 +183,8 @@ class StockState:
         """Put whole values in place of ranges in an optimizer's state dict, never in its own states.  Collective."""
         self._finish_backward()
         check_alike(self._model, self._ignored, self._comm, "state_dict", optimizer)
-        order = params_of(optimizer)
-        index = {id(param): number for number, param in enumerate(order)}
-        state: dict[Any, Any] = packed["state"]
-        for flat in flats_of(self._units):
-            for key in state_keys(flat, optimizer):
-                shards = states_of(flat, optimizer, key)
-                here = range(len(shards) if asked.here else 0)
-                values = whole_values(flat, shards, here, asked.device or flat.kind.device)
-                for param, shard, value in zip(flat.params, shards, values, strict=True):
-                    if value is not None and shard is not None:
-                        at = index[id(param)]
-                        state[at] = {**state[at], key: value}
-        for at, states in list(state.items()):
-            if vectors_in(states):
-                copies = whole_copies(states, asked.device, here=asked.here)
-                state[at] = mapped(states, partial(_copied, copies))
         every = range(self._comm.shard.axis.world)
-        ours = {id(param) for flat in flats_of(self._units) for param in flat.params}
-        held = [param for param in order if id(param) in ours]
-        for param_id, states in states_of_owners(optimizer, held, self._comm.shard, every).items():
-            if asked.here and states:
-                state[index[param_id]] = states
-            else:
-                state.pop(index[param_id], None)
+        make_whole(optimizer, packed["state"], self._units, self._comm, every, asked.device, here=asked.here)
 
 
 class _Hook:
@@ -254,10 +222,6 @@ class Saving(_Hook):
         asked = None if stock is None else full_state_asked(sys._getframe())
         if stock is not None and asked is not None:
             stock.whole_model(state, asked)
-
-
-def _copied(copies: Mapping[int, Tensor], value: Tensor) -> Tensor:
-    return copies.get(id(value), value)
 
 
 def _both_sharded(one: Any, other: Any) -> bool:
