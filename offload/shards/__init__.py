@@ -12,8 +12,7 @@ from offload.shards.outcomes import FailedElsewhere, Outcomes
 from offload.shards.part import Part
 from offload.shards.replaceable import ExportKind
 from offload.shards.saved_layout import SavedFlat, SavedLayout, SavedParam
-from offload.shards.saved_model import SavedModel
-from offload.shards.saved_states import state_key
+from offload.shards.saved_model import SavedModel, state_key
 from offload.shards.series import Series, latest, run_of, saved_ns, when_saved
 from offload.shards.whole_file import WholeFile
 

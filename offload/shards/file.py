@@ -223,34 +223,24 @@ class ShardReader:
                 state.update(now)
             self._compare(name, state.hexdigest())
 
-    def chunks(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """The tensor's elements as (offset, 1-D CPU tensor), in order; a chunk is valid until the next is asked for.
-
-        Raises:
-            CheckpointError: after the last chunk, when the checksum does not match.
-        """
-        entry = self.entry(name)
-        itemsize, total = entry.dtype.itemsize, entry.nbytes
-        buffer = torch.empty(min(CHUNK, total), dtype=torch.uint8, device="cpu")
-        memory = buffer.numpy().data
-        state = xxhash.xxh3_64()
-        for offset in range(0, total, CHUNK):
-            nbytes = min(CHUNK, total - offset)
-            self._read(memory[:nbytes], self._offsets[name] + offset)
-            state.update(memory[:nbytes])
-            yield offset // itemsize, buffer[:nbytes].view(entry.dtype)
-        self._compare(name, state.hexdigest())
-
     def _compare(self, name: str, found: str) -> None:
         if found != self._record.tensors[name]:
             raise self._damaged(f"bytes of {name} whose checksum does not match")
 
     def tensor(self, name: str) -> Tensor:
-        """The whole tensor, new, on the CPU."""
-        entry = self.entry(name)
+        """The whole tensor, new, on the CPU.
+
+        Raises:
+            CheckpointError: its bytes are not those that were written, or cannot be read.
+        """
+        entry, state = self.entry(name), xxhash.xxh3_64()
         whole = torch.empty(math.prod(entry.shape), dtype=entry.dtype, device="cpu")
-        for start, chunk in self.chunks(name):
-            whole[start : start + chunk.numel()] = chunk
+        memory = whole.view(torch.uint8).numpy().data
+        for offset in range(0, len(memory), CACHED):
+            now = memory[offset : offset + CACHED]
+            self._read(now, self._offsets[name] + offset)
+            state.update(now)
+        self._compare(name, state.hexdigest())
         return whole.reshape(entry.shape)
 
     def elements(self, name: str, start: int, numel: int) -> Tensor:

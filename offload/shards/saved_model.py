@@ -7,8 +7,9 @@ anything a folder holds, needs no other rank, and knows neither modules nor poli
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,12 @@ import torch
 from torch import Tensor
 
 from offload.errors import CheckpointError
-from offload.shards.file import Entry, ShardReader
+from offload.shards.file import DTYPES, Entry, ShardReader
 from offload.shards.manifest import read_manifest
 from offload.shards.saved_layout import SavedFlat, SavedLayout, SavedParam
-from offload.shards.saved_states import flat_states, groups_of, number_states, state_key
 from offload.text import counted
 
-__all__ = ["SavedModel"]
+__all__ = ["SavedModel", "state_key"]
 
 _DOCUMENT, _BUFFER = "document", "buffer/"
 #: Bytes of the JSON in a file.
@@ -156,7 +156,7 @@ class SavedModel:
         """
         entries: list[Entry] = []
         with closing(self.reader(0)) as reader:
-            for kind in flat_states(self.document()):
+            for kind in _flat_states(self.document()):
                 params = [self.flats[kind.number].params[index] for index in kind.held]
                 dtype = reader.entry(kind.tensor).dtype
                 entries += [Entry(state_key(param.name, kind.key), dtype, param.shape) for param in params]
@@ -167,7 +167,7 @@ class SavedModel:
 
     def states(self) -> Iterator[tuple[str, Tensor]]:
         """Each of ``state_entries``, in their order; in memory is one flat buffer at a time."""
-        for kind in flat_states(self.document()):
+        for kind in _flat_states(self.document()):
             flat, fulls = self.flats[kind.number], dict[int, Tensor]()
             for param in (flat.params[index] for index in kind.held):
                 places = range(param.count) if param.dim is not None else range(1)
@@ -185,13 +185,13 @@ class SavedModel:
             CheckpointError: several optimizers were saved, or options that are no plain data.
         """
         try:
-            return groups_of(self.document())
+            return _groups_of(self.document())
         except ValueError as error:
             raise self._refused(f"{error}") from error
 
     def _numbers(self) -> list[tuple[Entry, float]]:
         try:
-            return list(number_states(self.document()))
+            return list(_number_states(self.document()))
         except ValueError as error:
             raise self._refused(f"{error}") from error
 
@@ -241,3 +241,72 @@ def _put(flat: SavedFlat, full: Tensor, rank: int, own: Tensor) -> None:
         step = numel // flat.world
         full[start + rank * step : start + (rank + 1) * step] = own[at : at + step]
         at += step
+
+
+# Optimizer states, by the document that a save leaves in each file.
+
+
+def state_key(parameter: str, key: str) -> str:
+    """What a state is called, as torch.distributed.checkpoint's flattened optimizer states are."""
+    return f"state.{parameter}.{key}"
+
+
+@dataclass(frozen=True, slots=True)
+class _FlatStates:
+    """One kind of state of one flat buffer: the tensor of the files, and which of its parameters have it."""
+
+    number: int
+    key: str
+    tensor: str
+    held: tuple[int, ...]
+
+
+def _flat_states(document: Mapping[str, Any]) -> list[_FlatStates]:
+    """Every tensor of states in a file's document."""
+    return [_FlatStates(int(number), str(key), str(name), tuple(held)) for number, _, key, name, held in document["states"]]
+
+
+def _number_states(document: Mapping[str, Any]) -> Iterator[tuple[Entry, float]]:
+    """The states that are one number, by parameter; a plain one as fp32.
+
+    Raises:
+        ValueError: a state is neither a range nor a number.
+    """
+    for optimizer in document["optimizers"]:
+        for group, index, packed in optimizer["entries"]:
+            name = optimizer["groups"][group]["params"][index]
+            for key, value in packed:
+                if value == {"sharded": True}:
+                    continue
+                scalar = value["scalar"] if isinstance(value, dict) and "scalar" in value else value
+                if type(scalar) not in (int, float):
+                    raise ValueError(f"{key} of {name or 'a parameter of another model'}, which is not a range or a number")
+                dtype = DTYPES[value["dtype"]] if isinstance(value, dict) else torch.float32
+                yield Entry(state_key(name, str(key)), dtype, ()), scalar
+
+
+def _groups_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The options of the optimizer's groups, "params" by name.
+
+    Raises:
+        ValueError: there are several optimizers, or options that are no plain data.
+    """
+    if len(document["optimizers"]) != 1:
+        raise ValueError(f"{len(document['optimizers'])} optimizers, where one is written")
+    groups = document["optimizers"][0]["groups"]
+    return [{**_plain(group["options"]), "params": list(group["params"])} for group in groups]
+
+
+def _plain(packed: Any) -> Any:
+    """Options as a save packs them: numbers, texts, rows and dicts."""
+    if packed is None or isinstance(packed, (bool, int, float, str)):
+        return packed
+    if isinstance(packed, list):
+        return [_plain(item) for item in packed]
+    if isinstance(packed, dict) and packed.keys() == {"tuple"}:
+        return tuple(_plain(item) for item in packed["tuple"])
+    if isinstance(packed, dict) and packed.keys() == {"dict"}:
+        return {_plain(key): _plain(item) for key, item in packed["dict"]}
+    if isinstance(packed, dict) and "scalar" in packed:
+        return torch.tensor(packed["scalar"], dtype=DTYPES[packed["dtype"]], device="cpu")
+    raise ValueError(f"an option of a group that is not plain data ({str(packed)[:40]})")
