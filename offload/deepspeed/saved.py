@@ -1,6 +1,6 @@
 """What a checkpoint of DeepSpeed holds, whatever stage wrote it: parameters by name, and where in the files each value lies.
 
-``zero.py`` and ``universal.py`` make it, loaders and ``zprof`` read it.  It knows no file names, and reads values only when
+``zero.py`` makes it, loaders and ``zprof`` read it.  It knows no file names, and reads values only when
 it is asked for a range.
 """
 

@@ -1,4 +1,4 @@
-"""Reads the files of a ZeRO checkpoint into what `SavedRun` describes; ``universal.py`` does for a universal one.
+"""Reads the files of a ZeRO checkpoint, or of a universal one, into what `SavedRun` describes.
 
 Loaders and ``zprof`` call ``read``.  It compares every size with the shapes that the checkpoint states before anything is read
 by them, and never imports DeepSpeed nor runs what a file holds.
@@ -13,7 +13,11 @@ Note: [Stage 3]
     Each parameter is cut into as many partitions as ranks, all of ceil(numel / ranks) elements, the last ones padded.  A rank's
     sub-group is one flat vector of its partitions of the sub-group's parameters, in their order.
 
-Source: ZeRO, arXiv:1910.02054; the files as DeepSpeed 0.19 writes them.
+Note: [Universal]
+    A universal checkpoint has a folder a parameter, with its master and each state whole.  What the shapes of the model states
+    name is opened, and nothing else.
+
+Source: ZeRO, arXiv:1910.02054, and Universal Checkpointing, arXiv:2406.18820; the files as DeepSpeed 0.19 writes them.
 """
 
 from __future__ import annotations
@@ -27,7 +31,6 @@ import torch
 
 from offload.deepspeed.folder import Files, find, is_file_of_rank, list_files, refused
 from offload.deepspeed.saved import VALUE, Range, SavedRun, SavedTensor, Values, plain_data, vectors_of
-from offload.deepspeed.universal import read_universal
 from offload.torchfiles import Made, PickleError, Stored, TorchFile
 
 __all__ = ["read"]
@@ -77,7 +80,7 @@ def _read(files: Files) -> SavedRun:
     if sum(map(len, shapes)) != len(trained):
         raise refused(files.path, "a parameter that is listed twice")
     if files.universal:
-        stage, params, groups, opened = read_universal(files, shapes)
+        stage, params, groups, opened = _universal(files, shapes)
     else:
         opened = [TorchFile(path) for path in files.optim]
         stage, params, groups = _optimizer(files, opened, shapes)
@@ -196,8 +199,8 @@ def _vectors(
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, Stored) and not value.shape and value.dtype in _NUMBERS:
-        return float(value.tensor())
+    if isinstance(value, Stored) and value.numel == 1 and value.dtype in _NUMBERS:
+        return float(value.tensor().reshape(()))
     if type(value) in (int, float):
         return float(value)
     raise ValueError("a state that is neither a vector nor a number")
@@ -342,3 +345,49 @@ def _frozen(files: Files, models: Sequence[TorchFile], trained: set[str], stage:
 
 def _of_one(name: str, tensor: Stored) -> SavedTensor:
     return SavedTensor(name, tensor.shape, None, {VALUE: Values((Range(tensor, 0, tensor.numel),))}, {})
+
+
+# Universal checkpoints.
+
+
+def _universal(
+    files: Files, shapes: Sequence[Mapping[str, tuple[int, ...]]]
+) -> tuple[int, dict[str, SavedTensor], list[dict[str, Any]], list[TorchFile]]:
+    """See Note [Universal]: the stage it was converted from, parameters by name, options of groups, and the opened files."""
+    about = TorchFile(files.path / "zero" / "optimizer_state.pt")
+    opened, root = [about], about.root
+    groups, owner = _groups(root, set(range(len(shapes))))
+    params: dict[str, SavedTensor] = {}
+    for vector, group in enumerate(shapes):
+        # Stage 3's conversion leaves the steps where they were.
+        kept = root["optimizer_state_dict"]["state"].get(vector, {}) if "optimizer_state_dict" in root else {}
+        usual = {"step": _number(kept["step"])} if "step" in kept else {}
+        for name, shape in group.items():
+            values, numbers = {}, dict(usual)
+            for path in _states(files, name):
+                file = TorchFile(path)
+                opened.append(file)
+                found = file.root
+                if path.stem == "step":
+                    numbers["step"] = _number(found)
+                    continue
+                unknown = set(found) - {"param", "cat_dim"} if isinstance(found, dict) else set()
+                if unknown:
+                    raise refused(files.path, f"{min(map(str, unknown))} of {name}, a part over tensor parallel ranks")
+                tensor = found["param"] if isinstance(found, dict) else found
+                if not isinstance(tensor, Stored) or tensor.shape not in (shape, (math.prod(shape),)):
+                    raise refused(files.path, f"{path.parent.name}/{path.name} of a shape other than {list(shape)}")
+                values[VALUE if path.stem == "fp32" else path.stem] = Values((Range(tensor, 0, tensor.numel),))
+            if VALUE not in values:
+                raise refused(files.path, f"{name} without its fp32.pt")
+            params[name] = SavedTensor(name, shape, owner[vector], values, numbers)
+    return _stage(root), params, groups, opened
+
+
+def _states(files: Files, name: str) -> list[Path]:
+    if not name or "/" in name or "\0" in name or name in (".", ".."):
+        raise ValueError(f"a parameter called {name!r}")
+    folder = files.path / "zero" / name
+    if not folder.is_dir() or folder.is_symlink():
+        raise refused(files.path, f"no folder zero/{name}")
+    return sorted(path for path in folder.iterdir() if path.suffix == ".pt")

@@ -290,10 +290,7 @@ def manifest_of(draft: Draft, about: Mapping[str, Any], files: Sequence[Record])
     Raises:
         CheckpointError: nobody would read one of that size.
     """
-    manifest = Manifest(
-        format="zhooks sharded checkpoint", version=1, token=draft.token, world=len(files), about=dict(about), files=list(files)
-    )
-    raw = encoded(manifest)
+    raw = encoded(Manifest.of(draft.token, about, files))
     if len(raw) > MANIFEST_MOST:
         raise CheckpointError(
             f"Cannot save {draft.target}. Expected a manifest of at most {MANIFEST_MOST} bytes, found {len(raw)} for "
@@ -333,10 +330,10 @@ def find(target: Path) -> Path:
     stranger: int | None = None
     if not _has_foreign(target) and target.parent.is_dir():
         with Folder(target.parent) as parent:
-            name = standing(parent, target.name)
+            found = standing(parent, target.name)
             stranger = next(strangers_of(parent, target.name), None)
-        if name is not None:
-            return target.with_name(name)
+        if found is not None:
+            return target.with_name(found.name)
     if (target / ".metadata").exists():
         raise CheckpointError(
             f"Cannot load {target}. Expected a checkpoint that attachment.save() wrote, found one of "

@@ -23,13 +23,14 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass
 
 from offload.disk import Owner
 from offload.pages import ALIGN
 from offload.regular_files import strangers
 from offload.shards.folder import Folder
-from offload.shards.replaceable import CHECKPOINT, TOKEN, FolderKind, retire
+from offload.shards.replaceable import CHECKPOINT, FolderKind, retire
 
 __all__ = ["names_like", "recover", "standing", "strangers_of", "working"]
 
@@ -46,34 +47,42 @@ def names_like(name: str) -> re.Pattern[str] | None:
     return None if numbered is None else re.compile(re.escape(numbered[1]) + r"\d+" + re.escape(numbered[2]))
 
 
-def _leftovers(parent: Folder, name: str, kind: str) -> list[str]:
-    """The tokens of the folders ``NAME.tmp-TOKEN`` or ``NAME.old-TOKEN``, the latest first; links and what strangers made are
-    none of them."""
-    prefix = f"{name}.{kind}-"
-    found: dict[str, int] = {}
-    for each in parent.names():
-        status = parent.entry(each) if each.startswith(prefix) and re.fullmatch(TOKEN, each.removeprefix(prefix)) else None
-        if status is not None and stat.S_ISDIR(status.st_mode) and not strangers(parent.status, status):
-            found[each.removeprefix(prefix)] = status.st_mtime_ns
-    return sorted(found, key=found.__getitem__, reverse=True)
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What is called as a save of ``target`` calls its folder: links and what strangers made, too."""
+
+    name: str
+    target: str
+    suffix: str
+    token: str
+    status: os.stat_result
+
+
+def _leftovers(parent: Folder, kind: FolderKind) -> list[Leftover]:
+    """All of a kind, the latest first."""
+    found = [(beside, parent.entry(each)) for each in parent.names() if (beside := kind.beside.fullmatch(each))]
+    made = [Leftover(each[0], each[1], each[2], each[3], status) for each, status in found if status is not None]
+    return sorted(made, key=lambda each: each.status.st_mtime_ns, reverse=True)
+
+
+def _ours(parent: Folder, each: Leftover) -> bool:
+    return stat.S_ISDIR(each.status.st_mode) and not strangers(parent.status, each.status)
 
 
 def strangers_of(parent: Folder, name: str) -> Iterator[int]:
     """Who made what looks like something a save of ``name`` left, where it was neither this user nor the folder's owner."""
-    for each in parent.names():
-        beside = CHECKPOINT.beside.fullmatch(each)
-        status = parent.entry(each) if beside is not None and beside[1] == name else None
-        if status is not None and strangers(parent.status, status):
-            yield status.st_uid
+    for each in _leftovers(parent, CHECKPOINT):
+        if each.target == name and strangers(parent.status, each.status):
+            yield each.status.st_uid
 
 
-def standing(parent: Folder, name: str) -> str | None:
+def standing(parent: Folder, name: str) -> Leftover | None:
     """The checkpoint of a save that was killed between its renames: the new folder, or else the old one."""
-    tokens = _leftovers(parent, name, "old")
-    new = next((token for token in tokens if _token(parent, f"{name}.tmp-{token}") == token), None)
-    if new is not None:
-        return f"{name}.tmp-{new}"
-    return next((f"{name}.old-{token}" for token in tokens if _token(parent, f"{name}.old-{token}") is not None), None)
+    mine = [each for each in _leftovers(parent, CHECKPOINT) if each.target == name and _ours(parent, each)]
+    new, old = ([each for each in mine if each.suffix == suffix] for suffix in CHECKPOINT.suffixes)
+    moved = {each.token for each in old}
+    whole = [each for each in new if each.token in moved and _token(parent, each.name) == each.token]
+    return next((each for each in [*whole, *old] if _token(parent, each.name) is not None), None)
 
 
 def _token(parent: Folder, name: str) -> str | None:
@@ -93,54 +102,39 @@ def recover(parent: Folder, name: str, made: Folder, kind: FolderKind) -> None:
         made: a folder that this process has just made here, which says whom it counts as on this file system, and when now is.
     """
     alike = names_like(name)
-    begun = {beside[1] for each in parent.names() if (beside := kind.beside.fullmatch(each))}
-    _recover(parent, name, made, kind, beside=False)
-    for other in sorted(begun - {name}):
-        if alike is not None and alike.fullmatch(other):
-            # Another user's that nobody else may open, or one that goes meanwhile: no reason not to save here.
-            with suppress(OSError):
-                _recover(parent, other, made, kind, beside=True)
-
-
-def _recover(parent: Folder, name: str, made: Folder, kind: FolderKind, *, beside: bool) -> None:
-    """``beside``: another save may be at work on ``name``, one that has made its folder and no mark yet."""
-    if kind is CHECKPOINT and parent.entry(name) is None:
-        _finish(parent, name, made)
-    with ExitStack() as opened:
-        heir = parent.folder(name)
-        current = kind.token(opened.enter_context(heir)) if heir is not None else None
-        for number, suffix in enumerate(kind.suffixes):
-            for token in _leftovers(parent, name, suffix):
-                patience_ns = _SILENT_NS if beside and number == 0 else 0
-                _tidy(parent, f"{name}.{suffix}-{token}", token, made, heir, current, patience_ns, kind)
+    found = [each for each in _leftovers(parent, kind) if _ours(parent, each)]
+    for target in [name, *sorted({each.target for each in found if alike and alike.fullmatch(each.target)} - {name})]:
+        # Another user's that nobody else may open, or one that goes meanwhile: no reason not to save here.
+        with suppress(OSError) if target != name else nullcontext(), ExitStack() as opened:
+            if kind is CHECKPOINT and parent.entry(target) is None:
+                _finish(parent, target, made)
+            heir = parent.folder(target)
+            current = kind.token(opened.enter_context(heir)) if heir is not None else None
+            for each in found:
+                if each.target == target:
+                    # Another save may be at work there, one that has made its folder and no mark yet.
+                    patience_ns = _SILENT_NS if target != name and each.suffix == kind.suffixes[0] else 0
+                    _tidy(parent, each, made, heir, current, patience_ns, kind)
 
 
 def _finish(parent: Folder, name: str, made: Folder) -> None:
     """Put the checkpoint of a save that was killed between its renames in its place."""
     found = standing(parent, name)
-    begun = CHECKPOINT.beside.fullmatch(found or "")
-    folder = parent.folder(begun[0]) if begun is not None and begun[2] == "tmp" else None
-    if folder is None or begun is None:
+    folder = parent.folder(found.name) if found is not None and found.suffix == "tmp" else None
+    if folder is None or found is None:
         return
     with folder:
-        if folder.status.st_uid == made.status.st_uid and _is_over(folder, begun[3], made, CHECKPOINT):
-            parent.rename(begun[0], name)
+        if folder.status.st_uid == made.status.st_uid and _is_over(folder, found.token, made, CHECKPOINT):
+            parent.rename(found.name, name)
             parent.sync()
 
 
 def _tidy(
-    parent: Folder,
-    name: str,
-    token: str,
-    made: Folder,
-    heir: Folder | None,
-    current: str | None,
-    patience_ns: int,
-    kind: FolderKind,
+    parent: Folder, each: Leftover, made: Folder, heir: Folder | None, current: str | None, patience_ns: int, kind: FolderKind
 ) -> None:
     """Remove one leftover, if it is one."""
     with suppress(OSError):
-        folder = parent.folder(name)
+        folder = parent.folder(each.name)
         if folder is None:
             return
         with folder:
@@ -149,9 +143,9 @@ def _tidy(
             if not folder.names():
                 # Whoever makes a file in it meanwhile keeps it.
                 if _silent(folder, made, patience_ns):
-                    os.rmdir(name, dir_fd=parent.fd)
-            elif token == current or _is_over(folder, token, made, kind):
-                retire(parent, name, folder, heir, kind, begun=folder.size(f"saving-{token}") is not None)
+                    os.rmdir(each.name, dir_fd=parent.fd)
+            elif each.token == current or _is_over(folder, each.token, made, kind):
+                retire(parent, each.name, folder, heir, kind, begun=folder.size(f"saving-{each.token}") is not None)
 
 
 def _silent(folder: Folder, made: Folder, patience_ns: int) -> bool:

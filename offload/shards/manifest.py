@@ -7,6 +7,7 @@ shard file.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +37,13 @@ class Manifest(BaseModel):
     world: int = Field(ge=1)
     about: dict[str, Any]
     files: list[Record]
+
+    @classmethod
+    def of(cls, token: str, about: Mapping[str, Any], files: Sequence[Record]) -> Manifest:
+        """That of a save of this release."""
+        return cls(
+            format="zhooks sharded checkpoint", version=1, token=token, world=len(files), about=dict(about), files=list(files)
+        )
 
 
 def shard_name(rank: int) -> str:

@@ -66,7 +66,7 @@ def _manifest(saved: SavedRun, content: _Content) -> Manifest:
     listed = sorted((file.path.name, file.nbytes) for file in saved.files)
     token = xxhash.xxh3_64_hexdigest(json.dumps([listed, str(saved.about), flats]).encode())
     record = Record(name=saved.path.name, nbytes=saved.nbytes, header="", tensors={})
-    return Manifest(format="zhooks sharded checkpoint", version=1, token=token, world=1, about=about, files=[record])
+    return Manifest.of(token, about, [record])
 
 
 def _row_major(shape: tuple[int, ...]) -> list[int]:

@@ -238,7 +238,7 @@ class PeerMemory:
             digests = ranks.on_first(lambda: whole_digests(run))
             tensors = ranks.run(lambda: contents(run, extra, digests))
             header, size = file_nbytes([each.entry for each in tensors])
-            headers, sizes = self._sizes(header, size)
+            headers, sizes = self._sizes(ranks, header, size)
             needs = [sizes[rank] + sum(sizes[other] for other in self._kept_by(rank)) for rank in range(len(sizes))]
             nbytes = needs[self._rank]
             complete = False
@@ -249,7 +249,8 @@ class PeerMemory:
                 raws = ranks.texts(record.model_dump_json(), first_only=True)
                 when = ranks.on_first(lambda: max(self._now_ns(token), after_ns + 1))
                 facts = {**about, "saved_ns": when, "headers": headers}
-                text = ranks.on_first(lambda: _manifest(token, facts, raws))
+                records = [Record.model_validate_json(raw) for raw in raws]
+                text = ranks.on_first(lambda: encoded(Manifest.of(token, facts, records)).decode("ascii"))
                 complete = True
                 ranks.run(lambda: self._commit(token, text))
             except BaseException:
@@ -267,13 +268,9 @@ class PeerMemory:
         """Whose files a rank keeps copies of."""
         return [other for other in range(len(self.hosts.of)) if rank in self.hosts.keepers(other, self._wanted.copies)]
 
-    def _sizes(self, header: int, size: int) -> tuple[list[int], list[int]]:
-        both = torch.zeros(2, len(self.hosts.of), dtype=torch.int64, device="cpu")
-        both[:, self._rank] = torch.tensor([header, size], device="cpu")
-        flat = both.reshape(-1)
-        self._comm.stage.all_reduce(Call(CONTROL, "save_to_peers: sizes", "all ranks"), flat, "sum")
-        headers, sizes = flat.reshape(2, -1).tolist()
-        return headers, sizes
+    def _sizes(self, ranks: ControlPlane, header: int, size: int) -> tuple[list[int], list[int]]:
+        found = [json.loads(text) for text in ranks.texts(json.dumps([header, size]))]
+        return [front for front, _ in found], [nbytes for _, nbytes in found]
 
     def _take(self, token: str, needs: Sequence[int]) -> None:
         """Count what this rank will keep.
@@ -412,11 +409,3 @@ def _file_of(name: str) -> int | None:
     """Which rank's file is called so."""
     stem = name.removesuffix(".safetensors").removeprefix("rank-").removeprefix("copy-")
     return int(stem) if stem.isdigit() and name in (shard_name(int(stem)), copy_name(int(stem))) else None
-
-
-def _manifest(token: str, about: Mapping[str, Any], raws: Sequence[str]) -> str:
-    records = [Record.model_validate_json(raw) for raw in raws]
-    manifest = Manifest(
-        format="zhooks sharded checkpoint", version=1, token=token, world=len(records), about=dict(about), files=records
-    )
-    return encoded(manifest).decode("ascii")

@@ -198,11 +198,10 @@ def take_over(run: RunState, where: str, header: Mapping[str, Any], ask: Ask, fa
     """
     ranks = ControlPlane(run.comm.stage, "take over", where)
     reader = _reader(where, header, ask)
-    manifest = Manifest(
-        format="zhooks sharded checkpoint", version=1, token="", world=run.comm.stage.axis.world, about=dict(header["about"]),
-        files=[Record(name=shard_name(rank), nbytes=0, header="", tensors=dict.fromkeys(reader.entries, ""))
-               for rank in range(run.comm.stage.axis.world)],
-    )  # fmt: skip
+    digests = dict.fromkeys(reader.entries, "")
+    world = range(run.comm.stage.axis.world)
+    files = [Record(name=shard_name(rank), nbytes=0, header="", tensors=digests) for rank in world]
+    manifest = Manifest.of("", header["about"], files)
 
     def checked() -> Loading:
         axis = run.comm.stage.axis
