@@ -1,6 +1,7 @@
 """``save_pretrained`` of an attached model: the folder that transformers and PEFT read, and how it is committed.
 
-``attachment/state.py`` calls it for ``Attachment.save_pretrained``.  Names, tied weights, conversions and configurations are
+``attachment/state.py`` calls it for ``Attachment.save_pretrained``, and ``attach.py`` opens `StockFolders` for the model's own.
+Names, tied weights, conversions and configurations are
 transformers' own and PEFT's, which whoever has such a model has imported; what has another format is refused.  It never
 changes the model or its configuration.
 """
@@ -14,6 +15,7 @@ import secrets
 import shutil
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -33,9 +35,10 @@ from zhooks.checkpoint.whole_folder import WrittenTo, tensors_of, write_files
 from zhooks.comm import Comm, ControlPlane
 from zhooks.compiled import uncompiled
 from zhooks.layout import Ignored
+from zhooks.tensor import ShardedTensor, range_alone
 from zhooks.unit import Unit
 
-__all__ = ["Pretrained", "save_pretrained"]
+__all__ = ["Pretrained", "StockFolders", "save_pretrained"]
 
 _VERB = "save_pretrained"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -240,3 +243,50 @@ def _adapter_tensors(model: Any) -> list[Tensor]:
             needed |= {id(each): each for each in picked.values() if isinstance(each, nn.Parameter)}
     called = {id(param) for param in tree.parameters(getattr(model, "prompt_encoder", nn.Module()))}
     return [param for key, param in needed.items() if key not in called]
+
+
+# The model's own.
+
+
+class StockFolders:
+    """Stands before ``save_pretrained`` of every model of transformers in an attached one: refuses before a file is there.
+
+    transformers writes configurations first, and only then meets, in the weights, what refuses to be written: what it left
+    looked like a checkpoint.  Whole values that it is handed, or that are there inside ``gathered``, it writes as ever.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def open(self) -> None:
+        """Be asked first from now on."""
+        stock: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+        for module in () if stock is None else tree.modules(self._model):
+            kind: Any = type(module)
+            # One of the user's own may know about ranks.
+            if isinstance(module, stock) and kind.save_pretrained is stock.save_pretrained:
+                vars(module)[_VERB] = _SavePretrained(module)
+
+    def close(self) -> None:
+        """Idempotent."""
+        for module in tree.modules(self._model):
+            if isinstance(vars(module).get(_VERB), _SavePretrained):
+                del vars(module)[_VERB]
+
+
+class _SavePretrained:
+    """``model.save_pretrained``; that of a copy of the model asks what the copy has."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._module(),)
+
+    def __call__(self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any) -> Any:
+        module: Any = self._module()
+        held = dict(tree.named_parameters(module)) if state_dict is None else state_dict
+        for value in held.values():
+            if isinstance(value, ShardedTensor):
+                raise range_alone("save", value)
+        return type(module).save_pretrained(module, save_directory, is_main_process, state_dict, **kwargs)

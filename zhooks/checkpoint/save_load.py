@@ -38,10 +38,9 @@ from zhooks.checkpoint.background import Commit, Saving, Writing, write_file
 from zhooks.checkpoint.check_shard import check, check_stages
 from zhooks.checkpoint.deepspeed_folder import deepspeed_folder
 from zhooks.checkpoint.load_shard import Loading
-from zhooks.checkpoint.parts_on_disk import PartsOnDisk, read_ahead
 from zhooks.checkpoint.saved_folder import Files, Place, SavedFolder, in_folder
 from zhooks.checkpoint.shard_contents import FileTensor, RunState, contents, describe, places, whole_digests
-from zhooks.checkpoint.snapshot import Snapshot
+from zhooks.checkpoint.snapshot import PartsOnDisk, Snapshot, read_ahead
 from zhooks.comm import Comm, ControlPlane
 
 __all__ = ["about_run", "load", "one_stage_a_path", "save", "save_beside"]

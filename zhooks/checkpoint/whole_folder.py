@@ -1,16 +1,18 @@
 """Whole tensors of an attached model into safetensors files, one flat buffer at a time; each file is one rank's to write.
 
-``pretrained_folder.py`` and ``full_safetensors.py`` say which files there are and what is made of the model's tensors on the
-way.  Every rank takes part
-in every gather and keeps what belongs to its own files; no rank ever has more than one flat buffer, or what one conversion
-needs.  It knows no library's format of a folder.
+``attachment/state.py`` calls ``save_full``, and ``pretrained_folder.py`` says which files there are in a folder and what is
+made of the model's tensors on the way.  Every rank takes part in every gather and keeps what belongs to its own files; no rank
+ever has more than one flat buffer, or what one conversion needs.  It knows no library's format of a folder.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import secrets
+import stat
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,15 +21,18 @@ from torch import Tensor, nn
 
 from offload.errors import CheckpointError, ZhooksError
 from offload.events import Bus
-from offload.shards import Entry, Folder, WholeFile
+from offload.shards import Entry, Folder, WholeFile, destination
+from offload.text import shown_path
+from zhooks.checkpoint.ignored_values import check_alike
 from zhooks.checkpoint.rank0_values import flats_of, is_first, whole_values
+from zhooks.checkpoint.save_load import one_stage_a_path
 from zhooks.comm import CONTROL, Call, Comm, ControlPlane
 from zhooks.compiled import plain_name
-from zhooks.layout import whole_of
+from zhooks.layout import Ignored, whole_of
 from zhooks.tensor import ParamShard
 from zhooks.unit import Flat, Unit, passing
 
-__all__ = ["Recipe", "WrittenTo", "tensors_of", "write_files"]
+__all__ = ["Recipe", "WrittenTo", "save_full", "tensors_of", "write_files"]
 
 _CPU = torch.device("cpu")
 
@@ -236,3 +241,62 @@ def _as(entry: Entry, values: Tensor) -> Tensor:
             "become infinite. Choose another dtype."
         )
     return made
+
+
+# One file.
+
+
+@torch.no_grad()
+def save_full(
+    model: nn.Module, units: Sequence[Unit], comm: Comm, bus: Bus, target: str | os.PathLike[str], ignored: Ignored
+) -> None:
+    """See ``Attachment.save_full``.  Tied parameters are written under each name: a strict load succeeds."""
+    ranks = ControlPlane(comm.stage, "save_full", shown_path(target))
+    path = ranks.run(lambda: destination(target, "save_full", "file"))
+    ranks.run(lambda: _check_plain(ignored))
+    ranks.on_first(lambda: _check_replaceable(path, Path(target)))
+    check_alike(model, ignored, comm, "save_full")
+    state = model.state_dict(keep_vars=True)
+    held = {plain_name(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in held.items()]
+    one_stage_a_path(comm, "save_full", str(path))
+    made = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        into = WrittenTo("save_full", path, lambda: Folder(path.parent))
+        write_files(held, units, comm, bus, [Recipe((entry.name,), (entry,)) for entry in entries], {made.name: entries}, into)
+        ranks.on_first(lambda: os.replace(made, path))
+    except BaseException:
+        with suppress(OSError):
+            if ranks.first:
+                made.unlink(missing_ok=True)
+        raise
+
+
+def _check_plain(ignored: Ignored) -> None:
+    """A file that a plain model loads has all of it.
+
+    Raises:
+        CheckpointError: the model has frozen tensor subclasses, whose values their library alone can write.
+    """
+    for name, one in ignored.frozen.items():
+        raise CheckpointError(
+            f"save_full expected plain parameters, found {len(ignored.frozen)} frozen of tensor subclasses ({name} is a "
+            f"{one.kind}), which safetensors cannot hold. Use save(), or state_dict(), which leaves them out and says so, "
+            "or save only the adapters."
+        )
+
+
+def _check_replaceable(path: Path, given: Path) -> None:
+    """There is a folder to write into, and what is at the path may make room for a file."""
+    if not path.parent.is_dir():
+        raise CheckpointError(
+            f"Cannot write {shown_path(given)}. Expected a folder to write into, found none at {shown_path(given.parent)}. "
+            "Make it, or choose another path."
+        )
+    with suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISREG(mode):
+            found = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+            raise CheckpointError(
+                f"Cannot write {shown_path(given)}. Expected a file or no such path, found {found}. Choose another path."
+            )
