@@ -23,7 +23,7 @@ from offload.shards import Entry, Manifest, Record
 from offload.text import counted
 from offload.torchfiles import Stored
 from zhooks.checkpoint.ignored_values import plain_of
-from zhooks.checkpoint.saved_folder import Files, Place, SavedFolder
+from zhooks.checkpoint.saved_folder import Place, SavedFolder
 from zhooks.checkpoint.shard_contents import (
     DOCUMENT,
     SHARDED,
@@ -49,7 +49,7 @@ def deepspeed_folder(saved: SavedRun, run: RunState, place: Place) -> SavedFolde
     content = _Content(saved, run)
     # What the user gave to save_checkpoint, and what DeepSpeed says of the run.
     extra = {key: value for key, value in saved.about.items() if value is not None} | dict(saved.client)
-    return SavedFolder(saved.path, _manifest(saved, content), place, Files(lambda rank: content, extra=extra))
+    return SavedFolder(saved.path, _manifest(saved, content), place, opened=lambda rank: content, extra=extra)
 
 
 def _manifest(saved: SavedRun, content: _Content) -> Manifest:

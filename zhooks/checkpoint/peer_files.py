@@ -34,7 +34,7 @@ from offload.text import as_size
 from offload.tier import Tier
 from offload.user_warnings import warn_user
 from zhooks.checkpoint.peer_memory import Generation, PeerMemory, moved
-from zhooks.checkpoint.saved_folder import GAP, Place, Present, SavedFolder, in_folder
+from zhooks.checkpoint.saved_folder import GAP, Place, Present, SavedFolder
 from zhooks.checkpoint.saved_ranges import difference
 from zhooks.checkpoint.shard_contents import RunState, buffer_name, gradient_name
 from zhooks.comm import ControlPlane, Span
@@ -192,8 +192,7 @@ class _Bringing:
         return self._compared(files, needed)
 
     def _saved(self, parts: Mapping[int, Part]) -> SavedFolder:
-        files = in_folder(self._folder, self._manifest, parts)
-        return SavedFolder(self._folder, self._manifest, Place.of(self._run.comm), files)
+        return SavedFolder(self._folder, self._manifest, Place.of(self._run.comm), present=parts)
 
     def _part(self, first: Part, needed: _Needed) -> Part:
         (header,) = first.ranges

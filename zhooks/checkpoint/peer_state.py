@@ -25,7 +25,7 @@ from offload.store import BlockRange
 from zhooks.checkpoint.check_shard import check
 from zhooks.checkpoint.load_shard import Loading
 from zhooks.checkpoint.rng import generators
-from zhooks.checkpoint.saved_folder import Files, Place, SavedFolder, tensors_in
+from zhooks.checkpoint.saved_folder import Place, SavedFolder, tensors_in
 from zhooks.checkpoint.shard_contents import (
     DOCUMENT,
     FileTensor,
@@ -210,7 +210,7 @@ def take_over(run: RunState, where: str, header: Mapping[str, Any], ask: Ask, fa
                 f"Cannot use the state of {where}. Expected rank {axis.rank} of {axis.world} in a replica that is sharded like "
                 f"this one, found rank {header['rank']} of {header['world']}. Run the same number of ranks in every replica."
             )
-        with closing(SavedFolder(Path(where), manifest, Place.of(run.comm), Files(lambda rank: reader))) as folder:
+        with closing(SavedFolder(Path(where), manifest, Place.of(run.comm), opened=lambda rank: reader)) as folder:
             loading, _ = check(run, [folder])
         if header["facts"] != facts:
             raise CheckpointError(

@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from offload.user_warnings import warn_user
 from zhooks.checkpoint.peer_files import brought
 from zhooks.checkpoint.peer_memory import Generation, PeerMemory
 from zhooks.checkpoint.save_load import load
-from zhooks.checkpoint.saved_folder import in_folder
 from zhooks.checkpoint.shard_contents import RunState
 from zhooks.comm import ControlPlane
 
@@ -114,7 +112,7 @@ def _from_memory(
     if not missing:
         with brought(run, memory, source, ranks) as found:
             if found is not None:
-                extra = load(run, found.folder, partial(in_folder, present=found.present))
+                extra = load(run, found.folder, found.present)
                 memory.last = source.token
                 run.bus.instant("resume", "memory of peers", sum(record.nbytes for record in found.manifest.files))
                 return Resumed(extra, str(found.manifest.about["run"]), newest_ns)

@@ -22,7 +22,6 @@ from offload.deepspeed import read as read_deepspeed
 from offload.errors import CheckpointError, ZhooksError
 from offload.shards import (
     Draft,
-    Manifest,
     Record,
     Series,
     ShardWriter,
@@ -38,7 +37,7 @@ from zhooks.checkpoint.background import Commit, Saving, Writing, write_file
 from zhooks.checkpoint.check_shard import check, check_stages
 from zhooks.checkpoint.deepspeed_folder import deepspeed_folder
 from zhooks.checkpoint.load_shard import Loading
-from zhooks.checkpoint.saved_folder import Files, Place, SavedFolder, in_folder
+from zhooks.checkpoint.saved_folder import Place, Present, SavedFolder
 from zhooks.checkpoint.shard_contents import FileTensor, RunState, contents, describe, places, whole_digests
 from zhooks.checkpoint.snapshot import PartsOnDisk, Snapshot, read_ahead
 from zhooks.comm import Comm, ControlPlane
@@ -46,7 +45,6 @@ from zhooks.comm import Comm, ControlPlane
 __all__ = ["about_run", "load", "one_stage_a_path", "save", "save_beside"]
 
 Take = Callable[[Sequence[FileTensor]], Snapshot]
-FilesOf = Callable[[Path, Manifest], Files]
 
 T = TypeVar("T")
 #: So often a checkpoint that is replaced while it is read is looked for again.
@@ -169,9 +167,9 @@ def _write(
 
 
 def load(
-    run: RunState, saved: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], files_of: FilesOf = in_folder
+    run: RunState, saved: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], present: Present | None = None
 ) -> dict[str, Any]:
-    """See ``Attachment.load``; ``files_of`` says how the files of a folder of this library are read."""
+    """See ``Attachment.load``; ``present``: what of the files was brought to the folder, where they are not whole."""
     given = list(saved) if isinstance(saved, (list, tuple)) else [saved]
     ranks = ControlPlane(run.comm.stage, "load", shown_path(given[0]) if given else "[]")
     stages = ControlPlane(run.comm.pp, "load", "all stages")
@@ -180,7 +178,7 @@ def load(
     run.bus.begin("load", targets[0].name)
     try:
         with ExitStack() as files:
-            loading, nbytes, follow = _found(run, ranks, stages, targets, files, files_of)
+            loading, nbytes, follow = _found(run, ranks, stages, targets, files, present)
             check_stages(run.comm, loading)
             undo: list[Callable[[], None]] = []
             try:
@@ -198,14 +196,14 @@ def load(
 
 
 def _found(
-    run: RunState, ranks: ControlPlane, stages: ControlPlane, targets: Sequence[Path], files: ExitStack, files_of: FilesOf
+    run: RunState, ranks: ControlPlane, stages: ControlPlane, targets: Sequence[Path], files: ExitStack, present: Present | None
 ) -> tuple[Loading, int, Callable[[], None]]:
     """What is to be loaded; looked for again where another process has put a newer checkpoint in its place.  Collective."""
     tokens: list[str] = []
     for left in reversed(range(_TRIES)):
         tokens.clear()
         try:
-            return _on_stages(stages, lambda: _checked(run, ranks, targets, tokens, files, files_of))
+            return _on_stages(stages, lambda: _checked(run, ranks, targets, tokens, files, present))
         except CheckpointError as error:
             # What had been opened is of a checkpoint that is gone: nobody can tell that from damage by the files alone.
             here = error if _tokens(targets) != tokens else None
@@ -240,7 +238,7 @@ def _on_stages(stages: ControlPlane, step: Callable[[], T]) -> T:
 
 
 def _checked(
-    run: RunState, ranks: ControlPlane, targets: Sequence[Path], read: list[str], files: ExitStack, files_of: FilesOf
+    run: RunState, ranks: ControlPlane, targets: Sequence[Path], read: list[str], files: ExitStack, present: Present | None
 ) -> tuple[Loading, int, Callable[[], None]]:
     """Everything that can be wrong with the folders; ``read`` gets the tokens of those of ours.  Collective."""
     foreign = ranks.on_first(lambda: list(map(is_deepspeed, targets)))
@@ -254,7 +252,7 @@ def _checked(
                 return deepspeed_folder(read_deepspeed(path), run, place)
             manifest = read_manifest(path)
             read.append(manifest.token)
-            return SavedFolder(path, manifest, place, files_of(path, manifest))
+            return SavedFolder(path, manifest, place, present=present)
 
         return list(map(folder, paths, foreign))
 

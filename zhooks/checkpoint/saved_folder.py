@@ -32,7 +32,6 @@ from zhooks.tensor import ParamShard, ShardedVector, VectorShard
 
 __all__ = [
     "GAP",
-    "Files",
     "InFlat",
     "Place",
     "Present",
@@ -43,7 +42,6 @@ __all__ = [
     "check_alike",
     "expect",
     "find_params",
-    "in_folder",
     "pour",
     "refuse_folders",
     "require",
@@ -101,33 +99,13 @@ class Reader(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Files:
-    """How the files of one checkpoint are read: from a folder, in parts that were fetched, from a peer, from another library's.
-
-    Attributes:
-        open: what the rank of this number saved.
-        verified: all that can be read was compared with its checksum before.
-        extra: of another library's, which have no random states either: what the user gave to the save.
-    """
-
-    open: Callable[[int], Reader]
-    verified: bool = False
-    extra: dict[str, Any] | None = None
-
-
-def in_folder(path: Path, manifest: Manifest, present: Present | None = None) -> Files:
-    """Files that lie in a folder; ``present``: what of them was brought there, verified, where they are not whole."""
-
-    def opened(rank: int) -> ShardReader:
-        return ShardReader(path, manifest.files[rank], (present or {}).get(rank))
-
-    return Files(opened, verified=present is not None)
-
-
 class SavedFolder:
     """One checkpoint: its manifest, and its files as they are asked for.
 
+    Args:
+        present: of files that are not in the folder whole, by rank: what was brought there, verified.
+        opened: what the rank of this number saved, where that is no file of the folder.
+        extra: of another library's, which have no random states either: what the user gave to the save.
     Attributes:
         counterpart: the file of what each rank has for itself (buffers, random states): of this rank's place, else of one
             that stands for it.
@@ -136,8 +114,18 @@ class SavedFolder:
         members: the parameters of each flat buffer, and ``params`` all of them by name.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, place: Place, files: Files) -> None:
-        self.path, self.manifest, self.place, self._files = path, manifest, place, files
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        place: Place,
+        *,
+        present: Present | None = None,
+        opened: Callable[[int], Reader] | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        self.path, self.manifest, self.place = path, manifest, place
+        self._present, self._opened, self._extra = present, opened or self._in_folder, extra
         self.layout = SavedLayout.of(manifest)
         self.members = tuple(map(ranges_of, self.layout.flats))
         self.params = {param.name: param for members in self.members for param in members}
@@ -150,6 +138,9 @@ class SavedFolder:
         self.same_place = place.data < len(data)
         self.as_many = (len(data), kept.tp) == (place.data_world, place.tp_world)
 
+    def _in_folder(self, rank: int) -> ShardReader:
+        return ShardReader(self.path, self.manifest.files[rank], (self._present or {}).get(rank))
+
     def close(self) -> None:
         """Idempotent."""
         while self._readers:
@@ -161,7 +152,7 @@ class SavedFolder:
         Raises:
             CheckpointError: it is missing, or not what the manifest describes.
         """
-        found = self._readers.get(rank) or self._files.open(rank)
+        found = self._readers.get(rank) or self._opened(rank)
         self._readers[rank] = found
         self._readers.move_to_end(rank)
         if len(self._readers) > _OPEN:
@@ -187,11 +178,11 @@ class SavedFolder:
 
     def extra(self, unpacker: Unpacker) -> dict[str, Any]:
         """What the user gave to the save."""
-        return self._plain("extra", unpacker) if self._files.extra is None else self._files.extra
+        return self._plain("extra", unpacker) if self._extra is None else self._extra
 
     def random_states(self, unpacker: Unpacker) -> dict[str, Any] | None:
         """Those of the counterpart's generators; None where such files never have any."""
-        return self._plain("rng", unpacker) if self._files.extra is None else None
+        return self._plain("rng", unpacker) if self._extra is None else None
 
     def _plain(self, key: str, unpacker: Unpacker) -> dict[str, Any]:
         found = unpacker.unpack(self.own[key])
@@ -228,7 +219,7 @@ class SavedFolder:
         Raises:
             CheckpointError: bytes are not those that were written.
         """
-        if self._files.verified:
+        if self._present is not None:
             return 0
         prefixes = tuple(tensor_name(number, "") for number in skip)
         files, nbytes = self.manifest.files, 0
