@@ -272,11 +272,25 @@ def _open_axis(opening: Opening) -> Transport:
             f'[comm] transport needs "auto" or "stock" for parameters on {device.type}, found "{wanted}". '
             'Write transport = "auto".'
         )
-    groups = {channel: open_group(opening, channel) for channel in sorted(opening.channels)}
+    groups = dict[int, dist.ProcessGroup]()
+    for together in _sharing(opening):
+        groups |= dict.fromkeys(together, open_group(opening, together))
     return Stock(opening.axis, groups, device, opening.failure)
 
 
-def open_group(opening: Opening, channel: int) -> dist.ProcessGroup:
+def _sharing(opening: Opening) -> list[set[int]]:
+    """Channels by the group that they share.
+
+    A communicator of a device keeps memory there, so an axis has two at most: reductions are launched in one order, all of
+    them before ranks agree on anything.
+    """
+    both = {REDUCE, CONTROL}
+    if opening.device.type == "cpu" or not both <= set(opening.channels):
+        return [{channel} for channel in sorted(opening.channels)]
+    return [*({channel} for channel in sorted(set(opening.channels) - both)), both]
+
+
+def open_group(opening: Opening, channels: Collection[int]) -> dist.ProcessGroup:
     """A group of our own over ``axis``, connected; every rank makes the groups of all sibling axes, as torch demands.
 
     The groups have the backend that the process group has for this type of device, or else the one that torch has registered
@@ -300,7 +314,7 @@ def open_group(opening: Opening, channel: int) -> dist.ProcessGroup:
                 f"{dist.get_backend_config()}, and none that is registered for {device.type}. Import the package that has one, "
                 f'and write init_process_group("cpu:gloo,{device.type}:NAME").'
             )
-        if channel == CONTROL and "cpu" not in known:
+        if CONTROL in channels and "cpu" not in known:
             backend = f"cpu:gloo,{device.type}:{own}"
         elif device.type not in known:
             backend = f"cpu:{known['cpu']},{device.type}:{own}" if "cpu" in known else f"{device.type}:{own}"
@@ -310,7 +324,7 @@ def open_group(opening: Opening, channel: int) -> dist.ProcessGroup:
 
     if meeting is not None:
         # The backend's own wait sees no rank that has ended: nobody begins before all are here.
-        meeting.agree(f"groups of {axis.name_among}, channel {channel}")
+        meeting.agree(f"groups of {axis.name_among}, channel {min(channels)}")
     try:
         # It is for this thread that a device is chosen.
         made = meeting.connect(make) if meeting is not None and device.type == "cpu" else make()

@@ -1,6 +1,6 @@
 """The backend's own collectives: that of the device's type (NCCL on CUDA), Gloo where the policy asks for it.
 
-``choose_transport.py`` opens it with a process group a channel, so that gathers and reductions need no common order.
+``choose_transport.py`` opens it with process groups of its own for gathers and for reductions, which need no common order.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 class Stock:
-    """The backend's own collectives, with a group a channel so that gathers and reductions need no common order.
+    """The backend's own collectives, with groups of their own for gathers and reductions, which need no common order.
 
     Args:
-        groups: one a channel that is used on this axis; that of CONTROL takes tensors of the host, too.
+        groups: by channel that is used on this axis; that of CONTROL takes tensors of the host, too.
     """
 
     name = "stock"
@@ -134,13 +134,13 @@ class Stock:
 
     def renew(self, opened: Transport) -> None:
         assert isinstance(opened, Stock)
-        for group in self._groups.values():
+        for group in dict.fromkeys(self._groups.values()):
             dist.destroy_process_group(group)
         self._groups, self._order = opened._groups, 0
 
     def close(self) -> None:
         self.closed = True
-        for group in self._groups.values():
+        for group in dict.fromkeys(self._groups.values()):
             dist.destroy_process_group(group)
         self._groups = {}
 

@@ -32,4 +32,4 @@ def between_cpus(opening: Opening) -> Transport | None:
                 f'[comm] transport: "shm" needs all ranks of axis {axis.name} on one x86-64 Linux host with enough memory, '
                 f'found that {shared}. Write transport = "auto", or lower [comm] bucket.'
             )
-    return PeerToPeer(axis, open_group(opening, CONTROL), failure)
+    return PeerToPeer(axis, open_group(opening, {CONTROL}), failure)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zhooks
 from offload.policy import Policy
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_accelerators, on_ranks
 from zhooks.comm import CONTROL, Call, open_comm
 from zhooks.comm.stock import HOST_NBYTES, Stock
 from zhooks.layout import resolve
@@ -76,14 +76,14 @@ def test_an_axis_has_the_groups_of_the_channels_it_is_used_on() -> None:
 
 
 @on_ranks(2)
-def test_on_a_gpu_groups_are_connected_at_once_and_the_control_channel_has_gloo_beside_it() -> None:
+def test_on_a_gpu_an_axis_has_two_groups_connected_at_once_and_gloo_beside_that_of_the_control_channel() -> None:
     device = torch.device("cuda", 0)
     with pytest.MonkeyPatch.context() as patched:
         counted = Counted(patched)
         patched.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
         opened = open_comm(resolve(None), Policy(), device)
         control = {"device_id": device, "timeout": LIMIT, "backend": "cpu:gloo,cuda:nccl"}
-        assert counted.made == [{**control, "backend": None}] * 2 + [control]
+        assert counted.made == [{**control, "backend": None}, control]
         assert isinstance(opened.shard, Stock)
         facts = torch.tensor([dist.get_rank(), 1])
         # A copy to the device would raise here.
@@ -94,6 +94,21 @@ def test_on_a_gpu_groups_are_connected_at_once_and_the_control_channel_has_gloo_
             with pytest.raises((RuntimeError, AssertionError), match=r"(?i)cuda|nvidia"):
                 opened.world.broadcast(Call(CONTROL, "broadcast parameters", "unit"), torch.zeros(HOST_NBYTES))
         opened.close()
+
+
+@on_accelerators(2)
+def test_no_step_on_a_device_needs_a_third_group() -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        counted, model = Counted(patched), net().to("accel")
+        attachment = zhooks.attach(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(2, 6, device="accel")).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        attachment.state_dict()
+        assert len(counted.made) == 2
+        attachment.detach()
 
 
 @on_ranks(2)
