@@ -273,7 +273,7 @@ class GradBuffer:
         assert storage is not None
         self._claimed.add(index)
         with torch.inference_mode(False):
-            return ShardedTensor(storage.part(*self._spans[index]), self.flat.specs[index])
+            return ShardedTensor(storage.slice(*self._spans[index]), self.flat.specs[index])
 
     def keep(self, index: int, local: Tensor) -> ShardedTensor:
         """One parameter's range that comes by itself, as what the parameter keeps."""

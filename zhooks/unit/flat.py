@@ -416,7 +416,7 @@ class Flat:
 
     def part(self, index: int) -> Tensor | BlockRange:
         """This rank's range of parameter ``index``, wherever it is kept."""
-        return self.storage.part(*self.span(index))
+        return self.storage.slice(*self.span(index))
 
     def adopt(self, full: Tensor) -> None:
         """Take the padded values of all parameters (master dtype): keep this rank's ranges, or the buffer itself."""

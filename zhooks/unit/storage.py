@@ -49,7 +49,7 @@ class Storage:
         """The range for whoever writes all of it: what it held is not read, and may have been lost."""
         return self.open(Mode.WRITE_ALL)
 
-    def part(self, start: int, numel: int) -> Tensor | BlockRange:
+    def slice(self, start: int, numel: int) -> Tensor | BlockRange:
         """A run of the range, wherever it is kept."""
         return BlockRange(self.at, start, numel) if isinstance(self.at, Block) else self.at[start : start + numel]
 
@@ -143,7 +143,7 @@ class ParamStorage(Storage):
     def stored(self) -> Tensor | BlockRange:
         """The range where it is kept, opened by nobody."""
         self.reclaim()
-        return self.part(0, self._plan.shard_numel)
+        return self.slice(0, self._plan.shard_numel)
 
     def version(self) -> int:
         """Another number after every write."""
