@@ -41,7 +41,7 @@ LATER = (
     "zhooks.attachment.change.rest_reserve",
     "zhooks.run.runtime.Runtime.take",
     "zhooks.activation.saved.open_stash",
-    "zhooks.activation.saved.open_partition",
+    "zhooks.activation.saved.open_division",
     "zhooks.activation.saved.open_inputs",
     "zhooks.attach.DeviceBudget",
     "zhooks.attach.StockState",
