@@ -60,7 +60,7 @@ class Leftover:
 
 def _leftovers(parent: Folder, kind: FolderKind) -> list[Leftover]:
     """All of a kind, the latest first."""
-    found = [(beside, parent.entry(each)) for each in parent.names() if (beside := kind.beside.fullmatch(each))]
+    found = [(match, parent.entry(each)) for each in parent.names() if (match := kind.draft_name.fullmatch(each))]
     made = [Leftover(each[0], each[1], each[2], each[3], status) for each, status in found if status is not None]
     return sorted(made, key=lambda each: each.status.st_mtime_ns, reverse=True)
 

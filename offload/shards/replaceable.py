@@ -38,8 +38,8 @@ class FolderKind(ABC):
     def __init__(self, mark: str, suffixes: tuple[str, ...], verb: str, noun: str, earlier: str) -> None:
         self.mark, self.suffixes = mark, suffixes
         self.verb, self.noun, self.earlier = verb, noun, earlier
-        #: The name of such a folder, and what was added to it.
-        self.beside = re.compile(rf"(.+)\.({'|'.join(suffixes)})-({TOKEN})", re.DOTALL)
+        #: What one is called while it is written: the name, what was added, and the token of the save.
+        self.draft_name = re.compile(rf"(.+)\.({'|'.join(suffixes)})-({TOKEN})", re.DOTALL)
 
     @abstractmethod
     def problem(self, folder: Folder) -> str:
@@ -50,8 +50,8 @@ class FolderKind(ABC):
         """Of the save that made it, where it says."""
 
     @abstractmethod
-    def goes(self, folder: Folder, name: str, heir: Collection[str], *, begun: bool) -> bool:
-        """Whether this entry goes with the folder.
+    def removes(self, folder: Folder, name: str, heir: Collection[str], *, begun: bool) -> bool:
+        """Whether this entry is removed with the folder.
 
         Args:
             heir: the names in the folder that has taken its place.
@@ -68,7 +68,7 @@ class _Checkpoint(FolderKind):
     def token(self, folder: Folder) -> str | None:
         return folder.token()
 
-    def goes(self, folder: Folder, name: str, heir: Collection[str], *, begun: bool) -> bool:
+    def removes(self, folder: Folder, name: str, heir: Collection[str], *, begun: bool) -> bool:
         return bool(OURS.fullmatch(name)) and folder.size(name) is not None
 
 
@@ -101,7 +101,7 @@ class ExportKind(FolderKind):
         """It stays until the earlier folder has gone."""
         return next((found[1] for each in folder.names() if (found := _SAVING.fullmatch(each))), None)
 
-    def goes(self, folder: Folder, name: str, heir: Collection[str], *, begun: bool) -> bool:
+    def removes(self, folder: Folder, name: str, heir: Collection[str], *, begun: bool) -> bool:
         ours = name == self.mark or self._weights.fullmatch(name) or _SAVING.fullmatch(name)
         return begun or bool(ours) or name in heir
 
@@ -116,7 +116,7 @@ def retire(
     with suppress(OSError):
         for each in sorted(folder.names(), key=lambda each: (each == kind.mark, each)):
             with suppress(OSError):
-                if kind.goes(folder, each, new, begun=begun):
+                if kind.removes(folder, each, new, begun=begun):
                     _remove(folder, each)
                 elif heir is not None:
                     _hand_on(folder, each, heir)

@@ -52,7 +52,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
             "them."
         )
     with Folder(place) as parent:
-        names = {beside[1] if (beside := CHECKPOINT.beside.fullmatch(name)) else name for name in parent.names()}
+        names = {match[1] if (match := CHECKPOINT.draft_name.fullmatch(name)) else name for name in parent.names()}
         found = [(saved_ns(manifest), _natural(name), name) for name in names if (manifest := _whole(parent, place / name))]
     return place / max(found)[2] if found else None
 

@@ -73,7 +73,7 @@ def interpret(raw: bytes | IO[bytes], calls: Mapping[str, Call], persistent: Cal
     """
     try:
         return _Unpickler(BytesIO(raw) if isinstance(raw, bytes) else raw, calls, persistent).load()
-    except PickleError:
+    except (PickleError, OSError):
         raise
     # What the standard library raises for bytes that are no pickle is of any kind.
     except Exception as error:

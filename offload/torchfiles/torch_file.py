@@ -135,8 +135,8 @@ class TorchFile:
         self.path = path
         self._identity: tuple[int, ...] | None = None
         self._calls: dict[str, Call] = {
-            "torch._utils._rebuild_tensor_v2": self._tensor,
-            "torch._utils._rebuild_tensor_v3": self._typed_tensor,
+            "torch._utils._rebuild_tensor_v2": lambda args: self._view(*args[:4]),
+            "torch._utils._rebuild_tensor_v3": lambda args: self._view(*args[:4], typed=args[6]),
             "torch._utils._rebuild_parameter": lambda args: args[0],
             "torch._tensor._rebuild_from_type_v2": self._of_type,
             "torch.Size": lambda args: tuple(args[0]),
@@ -326,17 +326,6 @@ class TorchFile:
             raise PickleError(f"a storage of {numel} x {dtype} in {nbytes} bytes")
         return _Storage(name, nbytes, dtype)
 
-    def _tensor(self, args: tuple[Any, ...]) -> Stored:
-        storage, offset, shape, stride = args[:4]
-        return self._view(storage, storage.dtype, offset, shape, stride)
-
-    def _typed_tensor(self, args: tuple[Any, ...]) -> Stored:
-        storage, offset, shape, stride = args[:4]
-        dtype = _DTYPES.get(args[6].name) if isinstance(args[6], Named) and args[6].module == "torch" else None
-        if dtype is None:
-            raise PickleError("a tensor of an unknown dtype")
-        return self._view(storage, dtype, offset, shape, stride)
-
     def _of_type(self, args: tuple[Any, ...]) -> Stored:
         """A plain tensor or parameter with attributes of its own, which are not looked at."""
         how, kind, inner = args[:3]
@@ -345,14 +334,19 @@ class TorchFile:
             raise PickleError("a tensor of a class without a name")
         if str(how) != "torch._utils._rebuild_tensor_v2" or str(kind) not in _PLAIN_TENSORS:
             raise PickleError(f"a tensor of the class {kind}"[:120])
-        return self._tensor(inner)
+        return self._view(*inner[:4])
 
-    def _view(self, storage: Any, dtype: torch.dtype, offset: Any, shape: Any, stride: Any) -> Stored:
+    def _view(self, storage: Any, offset: Any, shape: Any, stride: Any, *, typed: Any = None) -> Stored:
+        """``typed``: the name of a dtype that is not the storage's."""
         whole = isinstance(shape, tuple) and isinstance(stride, tuple) and len(shape) == len(stride) <= 64
         if not isinstance(storage, _Storage) or not whole:
             raise PickleError("a tensor of an unknown kind")
         if not all(type(one) is int and 0 <= one < 2**62 for one in (offset, *shape, *stride)):
             raise PickleError("a tensor of an unknown kind")
+        named = isinstance(typed, Named) and typed.module == "torch"
+        dtype = storage.dtype if typed is None else _DTYPES.get(typed.name) if named else None
+        if dtype is None:
+            raise PickleError("a tensor of an unknown dtype")
         numel = math.prod(shape)
         last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if numel else 0
         room = storage.nbytes // dtype.itemsize
