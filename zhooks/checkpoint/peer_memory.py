@@ -17,14 +17,13 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.budget import Budget, available, preflight
+from offload.budget import Budget, preflight
 from offload.errors import BudgetError, CheckpointError
 from offload.events import Bus
 from offload.policy import Policy
@@ -49,6 +48,7 @@ from offload.user_warnings import warn_user
 from zhooks.checkpoint.background import write_file
 from zhooks.checkpoint.save_load import about_run
 from zhooks.checkpoint.shard_contents import FileTensor, RunState, contents, whole_digests
+from zhooks.checkpoint.snapshot import host_budget
 from zhooks.comm import CONTROL, Call, Comm, ControlPlane, Move, Span, fetch, text_digest
 
 __all__ = ["Generation", "Hosts", "PeerMemory", "moved", "save_to_peers"]
@@ -166,12 +166,7 @@ class PeerMemory:
                 "folder.",
                 RuntimeWarning,
             )
-        if store is not None:
-            budget = store.budget
-        else:
-            budget = Budget({Tier.HOST: policy.budget.resolve(Tier.HOST, partial(available, Tier.HOST))})
-            budget.account.bus = bus
-        return cls(comm, opened[0], hosts, policy, budget)
+        return cls(comm, opened[0], hosts, policy, host_budget(policy, store, bus))
 
     def serves(self, policy: Policy) -> bool:
         """The folder is there on every host, and the policy asks for no other, nor for more copies.  Collective."""
@@ -311,12 +306,11 @@ class PeerMemory:
         wanted = [Span(other, other, 0, sizes[other]) for other in self._kept_by(self._rank)]
         sources = {self._rank: folder / shard_name(self._rank)}
         targets = {span.file: folder / copy_name(span.file) for span in wanted}
-        with _Opened(targets, os.O_WRONLY | os.O_CREAT) as files:
 
-            def write(file: int, start: int, data: Tensor) -> None:
-                files.move(os.pwritev, file, start, data)
+        def write(file: int, start: int, data: Tensor) -> None:
+            _move(os.pwritev, targets[file], os.O_WRONLY | os.O_CREAT, start, data)
 
-            moved(run, wanted, sources, write, "save_to_peers: copy")
+        moved(run, wanted, sources, write, "save_to_peers: copy")
 
     def _now_ns(self, token: str) -> int:
         return os.stat(self.memory.generation(token)).st_mtime_ns
@@ -366,43 +360,29 @@ def moved(run: RunState, wanted: Sequence[Span], sources: Mapping[int, Path], wr
     Args:
         sources: the files that others may ask this rank for, by number; opened when they do.
     """
-    with _Opened(sources, os.O_RDONLY) as files:
 
-        def read(file: int, start: int, out: Tensor) -> None:
-            files.move(os.preadv, file, start, out)
+    def read(file: int, start: int, out: Tensor) -> None:
+        _move(os.preadv, sources[file], os.O_RDONLY, start, out)
 
-        return fetch(run.comm.stage, Call(run.comm.bulk, what, "files"), wanted, read, write, run.devices[0])
+    return fetch(run.comm.stage, Call(run.comm.bulk, what, "files"), wanted, read, write, run.devices[0])
 
 
-class _Opened:
-    """Files by number, each opened when it is first used, until the end of the block."""
+def _move(move: Callable[[int, list[memoryview], int], int], path: Path, flags: int, start: int, data: Tensor) -> None:
+    """Read or write all of ``data`` at one place of a file.
 
-    def __init__(self, paths: Mapping[int, Path], flags: int) -> None:
-        self._paths, self._flags = paths, flags | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fds: dict[int, int] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        while self._fds:
-            os.close(self._fds.popitem()[1])
-
-    def move(self, move: Callable[[int, list[memoryview], int], int], file: int, start: int, data: Tensor) -> None:
-        """Read or write all of ``data`` at one place.
-
-        Raises:
-            CheckpointError: the file ends before it.
-        """
-        if file not in self._fds:
-            self._fds[file] = os.open(self._paths[file], self._flags, 0o600)
+    Raises:
+        CheckpointError: the file ends before it.
+    """
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
         view, done = data.numpy().data, 0
         while done < len(view):
-            count = move(self._fds[file], [view[done:]], start + done)
+            count = move(fd, [view[done:]], start + done)
             if count == 0:
-                found = f"expected {start + len(view)} bytes, found {start + done}"
-                raise CheckpointError(f"{self._paths[file]}: {found}. Save again.")
+                raise CheckpointError(f"{path}: expected {start + len(view)} bytes, found {start + done}. Save again.")
             done += count
+    finally:
+        os.close(fd)
 
 
 def _file_of(name: str) -> int | None:

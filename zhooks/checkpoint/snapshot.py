@@ -27,7 +27,7 @@ from offload.tier import Tier
 from zhooks.checkpoint.shard_contents import FileTensor, Piece, opened
 from zhooks.tensor import StoredTensor, spanned
 
-__all__ = ["PartsOnDisk", "Snapshot", "SnapshotMemory", "read_ahead"]
+__all__ = ["PartsOnDisk", "Snapshot", "SnapshotMemory", "host_budget", "read_ahead"]
 
 _KEY = "checkpoint snapshot"
 
@@ -117,6 +117,15 @@ def _pieces(tensor: FileTensor, disk: PartsOnDisk) -> Iterable[Tensor]:
             yield opened(part)
 
 
+def host_budget(policy: Policy, store: Store | None, bus: Bus) -> Budget:
+    """That of the tiers, where there are any; else what the policy leaves of host memory."""
+    if store is not None:
+        return store.budget
+    budget = Budget({Tier.HOST: policy.budget.resolve(Tier.HOST, partial(available, Tier.HOST))})
+    budget.account.bus = bus
+    return budget
+
+
 @dataclass(frozen=True, slots=True)
 class SnapshotMemory:
     """Host memory that a snapshot may take.
@@ -137,10 +146,7 @@ class SnapshotMemory:
         free = partial(available, Tier.HOST)
         amount = policy.save.snapshot
         most = amount.of(free()) if isinstance(amount, Share) else amount
-        budget = store.budget if store is not None else Budget({Tier.HOST: policy.budget.resolve(Tier.HOST, free)})
-        if store is None:
-            budget.account.bus = bus
-        return cls(most, budget, alike)
+        return cls(most, host_budget(policy, store, bus), alike)
 
     def take(self, nbytes: int) -> None:
         """Count so many bytes as taken.
