@@ -16,7 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -187,7 +187,7 @@ class Draft:
             self._check_visible(name, nbytes)
         for name, data in (last or {}).items():
             self.made.create(name, data)
-        _sync_tree(self.made)
+        _sync_tree(self.made, {*sizes, *(last or {})})
         while not self._committed(self._parent, self.made):
             # Another save has put its folder there since this one looked: that is the earlier one now.
             pass
@@ -299,10 +299,10 @@ def manifest_of(draft: Draft, about: Mapping[str, Any], files: Sequence[Record])
     return {MANIFEST: raw}
 
 
-def _sync_tree(folder: Folder) -> None:
-    """What other libraries wrote into the folder, and the folders in it."""
+def _sync_tree(folder: Folder, durable: Collection[str]) -> None:
+    """What other libraries wrote into the folder, and the folders in it; ``durable``: files in it that are so already."""
     for root, _, names in os.walk(folder.path):
-        for name in names:
+        for name in set(names).difference(durable if root == str(folder.path) else ()):
             fd = os.open(os.path.join(root, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 os.fsync(fd)
