@@ -379,7 +379,9 @@ def _move(move: Callable[[int, list[memoryview], int], int], path: Path, flags: 
         while done < len(view):
             count = move(fd, [view[done:]], start + done)
             if count == 0:
-                raise CheckpointError(f"{path}: expected {start + len(view)} bytes, found {start + done}. Save again.")
+                raise CheckpointError(
+                    f"Cannot copy {path}. Expected {start + len(view)} bytes, found {start + done}. Save again."
+                )
             done += count
     finally:
         os.close(fd)
