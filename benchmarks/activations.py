@@ -78,7 +78,7 @@ class Runner:
         gc.collect()
         before = rss_nbytes()
         loss = self.model(*batch)
-        stash = self.attachment._runtime.saved.stash
+        stash = self.attachment.session.runtime.saved.stash
         if stash is not None:
             stash.flush()
         self.saved_nbytes = rss_nbytes() - before

@@ -327,11 +327,11 @@ def timed(ask: Ask, shape: Shape, make: Callable[[nn.Module], Trial]) -> Record:
 def watched(run: Run, device: torch.device) -> Record:
     """What a step waits for transfers and what it puts away; nothing for a peer, or where nothing is offloaded."""
     attachment = run.trial.attachment
-    if attachment is None or attachment._tiers.store is None:
+    if attachment is None or attachment.session.tiers.store is None:
         return {}
     waits, stashed = Waits(device), Stashed()
     watch = attachment.observe(stashed)
-    with waits.watch(attachment._tiers.store.device):
+    with waits.watch(attachment.session.tiers.store.device):
         for _ in range(WATCHED_STEPS):
             run.step()
         wait_for(device)
@@ -466,7 +466,7 @@ def activations(ask: Ask) -> Record:
             model.blocks = nn.ModuleList(Checkpointed(block) for block in blocks)
             policy["units"] = {"classes": ["Block"]}
         attachment = attach(model, policy=policy)
-        stash = attachment._runtime.saved.stash
+        stash = attachment.session.runtime.saved.stash
         if ask.name == "saved-host-wide" and stash is not None:
             stash.limits = dataclasses.replace(stash.limits, window_nbytes=WIDE_NBYTES)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -100,7 +100,7 @@ class Runner:
         return time.perf_counter() - begin
 
     def measure_memory(self, batch: tuple[Tensor, Tensor]) -> None:
-        saved, recorder = self.attachment._runtime.saved, Recorder()
+        saved, recorder = self.attachment.session.runtime.saved, Recorder()
         with self.attachment.observe(recorder):
             loss = self.model(*batch)
             self.kept_nbytes = saved.partition.nbytes if saved.partition is not None else 0

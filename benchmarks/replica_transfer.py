@@ -30,6 +30,7 @@ from torch import nn
 
 import zhooks
 from zhooks.integrations.peer_transfer import Arriving, Asked, PeerTransfer
+from zhooks.resilience import Replica
 
 CHUNK = 8 << 20
 
@@ -85,7 +86,8 @@ def run(rank: int, folder: str, mib: int, rounds: int, tier: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, width)).square().mean().backward()
     optimizer.step(), optimizer.zero_grad()
-    attachment.forget_gradients()
+    replica = Replica(attachment.session, [optimizer])
+    replica.forget_gradients()
     # Each is a job of one rank; the group is the benchmark's own, to meet and to compare with.
     limit = timedelta(seconds=600)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=limit)
@@ -106,10 +108,10 @@ def run(rank: int, folder: str, mib: int, rounds: int, tier: str) -> None:
         with Highest() as highest:
             begun = time.perf_counter()
             if rank == 0:
-                transfer.serve(attachment.offered_state([optimizer], {}), Asked(1, 1, {}, 600.0))
+                transfer.serve(replica.offered_state({}), Asked(1, 1, {}, 600.0))
             else:
                 arriving = Arriving(where[0], 1, 600.0)
-                attachment.take_state([optimizer], arriving.where, arriving.header, arriving.ask)
+                replica.take_state(arriving.where, arriving.header, arriving.ask)
                 arriving.close()
             dist.barrier()
             seconds["transfer"].append(time.perf_counter() - begun)
@@ -128,7 +130,7 @@ def run(rank: int, folder: str, mib: int, rounds: int, tier: str) -> None:
             seconds[name].append(time.perf_counter() - begun)
         del plain
     same: list[Any] = [None, None]
-    dist.all_gather_object(same, attachment.offered_state([optimizer], {}).digest())
+    dist.all_gather_object(same, replica.offered_state({}).digest())
     memories: list[Any] = [None, None]
     dist.all_gather_object(memories, memory)
     if rank == 0:

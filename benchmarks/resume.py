@@ -56,7 +56,7 @@ def leave(attachment: zhooks.Attachment) -> None:
 
 def gathering(given: argparse.Namespace, attachment: zhooks.Attachment) -> Callable[[], None]:
     """Values and both states of every layer into memory that is there, by the transport of the run."""
-    world, transport = dist.get_world_size(), attachment._comm.shard
+    world, transport = dist.get_world_size(), attachment.session.comm.shard
     numel = given.hidden * (given.hidden + 1)
     layout = even(numel + -numel % world, world)
     shard = torch.ones(layout.shard_numel)

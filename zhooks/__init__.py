@@ -26,15 +26,15 @@ from offload.events import Recorder
 from offload.policy import Policy
 from zhooks.activation import DIVIDERS as _DIVIDERS
 from zhooks.attach import Attachment, attach
-from zhooks.attachment import CHOOSERS as _CHOOSERS
-from zhooks.attachment import WATCHES as _WATCHES
-from zhooks.attachment import Recovery
 from zhooks.checkpoint import Saving, latest
 from zhooks.comm import OPENERS as _OPENERS
 from zhooks.cpu_transport import between_cpus as _between_cpus
 from zhooks.integrations import from_pretrained
 from zhooks.parallel import open_partition as _open_partition
+from zhooks.resilience import Recovery
 from zhooks.resilience import ReplicaChecks as _ReplicaChecks
+from zhooks.session import CHOOSERS as _CHOOSERS
+from zhooks.session import WATCHES as _WATCHES
 from zhooks.simulate import Proposals, Simulation, Slowdown, find_policy, simulate
 from zhooks.simulate import chosen_for as _chosen_for
 from zhooks.simulate import on_paper as _on_paper

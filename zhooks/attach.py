@@ -1,61 +1,60 @@
 """``attach``: the one line that turns a model into a ZeRO model, and the Attachment it returns.
 
-The only composition root: here the policy, the mesh, the comm, the units, the reducer, the runtime and the hooks are put
-together and taken apart.  It never works during a step.
+An Attachment is a facade: each method is a call into a package, with the session.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from offload.device import bus_of
-from offload.errors import AttachError, CapabilityError, DivergenceError
+from offload.errors import CapabilityError
 from offload.events import Observer
 from offload.policy import Policy
-from offload.virtual import NAME
-from zhooks.attachment import (
-    CHOOSERS,
-    WATCHES,
-    Changeable,
-    Chosen,
-    Controlled,
-    Preemptible,
-    Recovering,
-    Replicated,
-    Resumable,
-    Running,
-    Watched,
-    spanned,
-)
-from zhooks.build import build_units, open_tiers, restore_units
-from zhooks.checkpoint import StockFolders, StockState, remove_dead_jobs
-from zhooks.comm import CONTROL, Call, Comm, ControlPlane, Progress, meet, open_comm
-from zhooks.compiled import keep_outside_graphs
+from zhooks import tree
+from zhooks.checkpoint import Pretrained, Saving, gathered, remove_dead_jobs, save_full, save_pretrained
+from zhooks.comm import meet, open_comm
+from zhooks.grad import ReduceHook
 from zhooks.keywords import explained, explained_methods
-from zhooks.optim import Closures, Optimizers, Owners, Rounding, Step, Stepper, StepPipeline, Steps, watch_steps
-from zhooks.plan import DeviceBudget, Plan, Request, StateBudgets, ignored_here, look, read
+from zhooks.layout import Table
+from zhooks.plan import Request, look, read
 from zhooks.report import (
-    Calibrated,
-    GradStatistics,
+    Calibration,
+    GradNorms,
     MemoryReport,
-    NonFinite,
+    NoiseScale,
     Observation,
+    calibrating,
     describe,
+    gradient_norms,
+    measure_noise,
     memory_report,
-    state_held,
-    warn_of_unmatched,
 )
-from zhooks.run import Casts, Runtime, batches, install, remove
-from zhooks.tensor import Overflow, Registries
-from zhooks.unit import Pool, Unit
+from zhooks.run import batches
+from zhooks.session import (
+    CHOOSERS,
+    Session,
+    close_session,
+    load_full,
+    load_run,
+    needed,
+    open_session,
+    save_run,
+    take_full,
+)
+from zhooks.tensor import Overflow
+
+if TYPE_CHECKING:
+    from zhooks.resilience import Recovery
 
 Batch = TypeVar("Batch")
 
@@ -120,111 +119,35 @@ def attach_requested(request: Callable[[], Request]) -> Attachment:
         comm = open_comm(asked.mesh, asked.policy, asked.device, asked.facts, meeting, asked.everywhere)
         undo.callback(comm.close)
         choice = CHOOSERS[0](asked, comm) if asked.automatic else None
-        return Attachment(look(asked if choice is None else choice.request, comm), comm, undo, choice)
+        return Attachment(open_session(look(asked if choice is None else choice.request, comm), comm, undo, choice))
 
 
 @explained_methods
-class Attachment(
-    Preemptible, Resumable, Changeable, Recovering, Replicated, Controlled, Calibrated, GradStatistics
-):  # fmt: skip
+class Attachment:
     """An attached model.  ``attach`` returns it, and ``detach`` ends it.
 
     Attributes:
         model: the module that was attached.
         policy: the current policy.
         rank: this process's rank in the process group.
+        session: for zhooks' own packages and tests: what works on the model.  It may change in any version.
     """
 
-    def __init__(self, plan: Plan, comm: Comm, undo: ExitStack, choice: Chosen | None) -> None:
-        """``undo`` puts everything back that was done before; it is taken over once all is done.  ``choice``: of the policy,
-        where it was left to us."""
-        request, policy = plan.request, plan.request.policy
-        self.model, self.policy, self._known = request.model, policy, request.known
-        self._ignored = request.ignored
-        self._why = request.chosen
-        self._comm, self._table, self._device = comm, plan.table, request.device
-        self._bus = bus_of(request.device)
-        self._pool = Pool(policy.comm.buffer, self._bus)
-        self._rounding = Rounding(policy.optimizer.seed, stochastic=policy.optimizer.rounding == "stochastic")
-        self._units: list[Unit] = []
-        self._steps = Steps()
-        self._tiers = open_tiers(policy, request.device, plan.tiers, comm, self._bus)
-        # An attach that failed knows the optimizer it was given alone; what `apply` put in the place of tiers is shut, too.
-        undo.callback(lambda: self._tiers.shut())
-        undo.callback(self._pool.clear)
-        undo.callback(lambda: self._make_plain(self._known))
-        with ControlPlane(comm.stage, "attach").all_or_none():
-            self._pool.keep(plan.reserve, request.device)
-            self._runtime = Runtime(
-                self.model, policy, comm, self._pool, self._bus,
-                spare=plan.headroom.spare, follow_freezes=self._follow_freezes, ignored=self._ignored,
-                training_begins=self._training_begins,
-            )
-            undo.callback(self._runtime.close)
-        build_units(plan, self._context(), self._units)
-        with ControlPlane(comm.stage, "attach").all_or_none():
-            self._size_pool(plan.headroom.spare)
-            self._listen(plan, undo, choice)
-        self._undo: ExitStack | None = undo.pop_all()
+    def __init__(self, session: Session) -> None:
+        self.session = session
 
-    def _listen(self, plan: Plan, undo: ExitStack, choice: Chosen | None) -> None:
-        """Run the model that was built: modules, optimizers and observers are listened to from now on."""
-        runtime, scaling = self._runtime, self._runtime.scaling
-        runtime.take(self._units)
-        runtime.saved.follow(self.policy, self._units, self._tiers.store, self._pool.arena)
-        warn_of_unmatched(self.model, self._units, self.policy, self._comm)
-        self._casts, registries = Casts(scaling), Registries()
-        keep_outside_graphs()
-        self._device_budget = DeviceBudget(
-            self._comm, self._units, self.policy, plan.headroom, self._keep_within, ignored_here(self._ignored, self._device)
-        )
-        stock = StockState(self.model, self._units, self._comm, runtime.conclude, self._ignored)
-        owners = Owners(lambda: (flat for unit in self._units for flat in unit.flats), self._comm)
-        self._optimizers = Optimizers(partial(self._ignored.parameters, self.model), self._comm.stage, stock, owners)
+    @property
+    def model(self) -> nn.Module:
+        return self.session.model
 
-        def begin(listener: Any, *given: Any) -> None:
-            undo.callback(listener.close)
-            listener.open(*given)
+    @property
+    def policy(self) -> Policy:
+        return self.session.policy
 
-        undo.callback(remove, install(self.model, self._units, runtime, self._casts))
-        begin(self._casts, self.policy.precision, plan.islands)
-        begin(runtime.members)
-        begin(registries)
-        begin(stock)
-        begin(StockFolders(self.model))
-        begin(self._optimizers, self._known)
-        self._state_budgets = StateBudgets(self._comm, self._units, lambda: self.policy, lambda: self._tiers.limits)
-        begin(scaling)
-        self._nonfinite = NonFinite(self._comm, self._units, runtime, self._steps, virtual=self._device.type == NAME)
-        begin(self._nonfinite, self.policy)
-        watched = Watched(self._comm, self._bus, self._units, self._steps, self._optimizers.agreed, self._ignored)
-        self._watches = [make(watched) for make in WATCHES]
-        undo.callback(lambda: self._tiers.end_steps())
-        closures = Closures(
-            self._comm.world, lambda: self.policy.gradient.reduce == "mean", lambda: runtime.reducer.idle
-        )
-        budgets = self._device_budget.before, self._state_budgets.before
-        # The first of them comes before what hides parameters from a step that is skipped.
-        before: list[Callable[[Step], None]] = [
-            self._reduce_held, self._optimizers.before, *budgets,
-            lambda step: scaling.before_step(step.optimizer, step.closure),
-            self._nonfinite.before, self._steps.before, lambda step: self._stepper.before(step), closures.before,
-        ]  # fmt: skip
-        # What was hidden is back before anybody asks whose step it was.
-        after: list[Callable[[Step], None]] = [
-            self._device_budget.after, lambda _: scaling.restore(), self._steps.after, lambda step: self._stepper.after(step)
-        ]  # fmt: skip
-        self._pipeline = StepPipeline(scaling.is_mine, before, after)
-        self._tiers.step(self.policy, self._bus, self._units, runtime, self._rounding, self._optimizers)
-        undo.callback(watch_steps(self._pipeline))
-        undo.callback(self._comm.failure.ask, None)
-        self._comm.failure.ask(self._progress)
-        self._bus.stated_by(self._state_held)
-        # Stages of a pipeline would wait for each other at other moments.
-        if choice is not None and not self._comm.pipelined:
-            self._watches.append(choice.review(self._running()))
-        for watch in self._watches:
-            undo.callback(watch.close)
+    @property
+    def rank(self) -> int:
+        axis = self.session.comm.world.axis
+        return int(axis.ranks[axis.rank])
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """For who takes it for a wrapper, as other libraries return one."""
@@ -236,111 +159,6 @@ class Attachment(
             instead = f"; {_IN_PLACE}: model.{name}" if hasattr(nn.Module, name) else ""
             raise AttributeError(f"Attachment has no attribute {name}{instead}.", name=name, obj=self)
 
-    def _reduce_held(self, step: Step) -> None:
-        """At a step, gradients are those of all backward passes so far: what ``no_sync`` holds back is reduced first.
-
-        DistributedDataParallel would step with each rank's own gradients, so that its ranks train apart.
-        """
-        if step.ours and self._runtime.reducer.held:
-            self._runtime.reduce_held()
-
-    @property
-    def _stepper(self) -> Stepper:
-        assert self._tiers.stepper is not None
-        return self._tiers.stepper
-
-    def _training_begins(self) -> None:
-        """A training pass begins, on every rank.  Collective."""
-        self._check_whole("forward")
-        if self._comm.failure.verdict is None:
-            self._steps.go_on()
-        self._steps.training_begins()
-        for watch in self._watches:
-            watch.training_begins(self.policy)
-
-    def _progress(self) -> Progress:
-        runtime = self._runtime
-        if self._comm.pp.axis.world > 1:
-            # Stages are given what those before them make, and are not at the same forward.
-            return Progress(self._steps.number, [])
-        return Progress(self._steps.number, runtime.inputs.texts(), runtime.evaluations, runtime.evaluating)
-
-    def _running(self) -> Running:
-        """What is said and done of a policy that was chosen."""
-        alike, runtime = partial(self._optimizers.agreed, "plan again"), self._runtime
-        placed, quiet = (lambda tier: self._tiers.placed(tier)), (lambda: runtime.quiet)
-        return Running(self._comm, self._bus, quiet, alike, placed, self._go_over, self._tell_why)
-
-    def _go_over(self, chosen: Policy) -> str:
-        """Go on under another policy; "", or why it could not be, and everything is as it was.  Collective."""
-        why = self._why
-        try:
-            self._change(chosen)
-        except DivergenceError:
-            raise
-        except Exception as error:
-            return str(error)
-        finally:
-            self._why = why
-        return ""
-
-    def _tell_why(self, why: str) -> None:
-        self._why = f"{self._why}\n{why}"
-        self._bus.instant("policy replanned", why)
-
-    def _make_plain(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Full parameters, gradients and optimizer states; of units that are plain already, nothing.  Collective."""
-        self._tiers.unwind()
-        restore_units(self.model, self._units, optimizers, narrow=self.policy.optimizer.rounding == "stochastic")
-
-    def _state_held(self) -> None:
-        self._runtime.saved.partition.state_held()
-        if self._why:
-            self._bus.instant("policy chosen", self._why)
-        state_held(self._live("observe", (), None), self.policy, self._tiers.store, self._optimizers.here())
-        self._pool.state_held()
-
-    @spanned("detach")
-    def detach(self) -> nn.Module:
-        """Restore the plain model, with full parameters, gradients and optimizer states and without hooks.  Collective.
-
-        Returns:
-            The model that was attached.
-        Raises:
-            AttachError: it is already detached.
-            CheckpointError: a background save failed and this was not reported yet; call ``detach`` again.
-            TierError: a tier cannot be read; what has been restored stays so, and ``detach`` may be called again.
-        """
-        self._check_attached("detach")
-        self._finish_saving("detach")
-        with self._runtime.laying_out():
-            self._check_at_rest("detach")
-            self._runtime.reducer.reduce_owed()
-            self._runtime.reducer.read_exchange()
-            optimizers = self._optimizers.with_ranges("detach")
-            self._runtime.members.barred = (
-                "forward expected a completed detach(), found one that failed halfway. Call detach() again."
-            )
-            self._make_plain(optimizers)
-        everybody = torch.zeros(1, dtype=torch.float32, device="cpu")
-        self._comm.stage.all_reduce(Call(CONTROL, "detach", "all units"), everybody, "sum")
-        self._leave_peers()
-        undo, self._undo = self._undo, None
-        assert undo is not None
-        undo.close()
-        self._bus.counter("communication on host", "message rings", 0)
-        return self.model
-
-    @contextmanager
-    def resident(self) -> Iterator[None]:
-        """Keep all units gathered inside the block, for generation and evaluation with many short forwards.  Collective.
-
-        It takes the memory of all full parameters, which budgets do not count.
-        """
-        self._check_attached("resident")
-        with self._runtime.resident():
-            yield
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients over the backward passes inside the block, as under DistributedDataParallel.
@@ -350,13 +168,8 @@ class Attachment(
         clears what was accumulated, on this rank alone.  At stages 2 and 3, which shard gradients, each backward still reduces
         into the shards, to save memory; ``accumulate`` never does.
         """
-        self._check_attached("no_sync")
-        self._runtime.finish_backward()
-        with self._runtime.reducer.unsynced():
-            try:
-                yield
-            finally:
-                self._runtime.finish_backward()
+        with self.session.attached("no_sync").runtime.unsynced():
+            yield
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -370,8 +183,7 @@ class Attachment(
         Raises:
             PolicyError: the policy updates parameters in backward (``[optimizer] overlap``).
         """
-        self._check_attached("accumulate")
-        with self._runtime.accumulating():
+        with self.session.attached("accumulate").runtime.accumulating():
             yield
 
     def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
@@ -387,18 +199,371 @@ class Attachment(
         Returns:
             The batches, then the last one again.
         """
-        self._check_attached("join")
+        session = self.session.attached("join")
 
         def idle(now: bool) -> None:
-            self._runtime.finish_backward()
-            self._runtime.reducer.idle = now
+            session.runtime.finish_backward()
+            session.runtime.reducer.idle = now
 
-        return batches(loader, self._comm.world, idle)
+        return batches(loader, session.comm.world, idle)
 
     @property
     def idle(self) -> bool:
         """Whether this rank has run out of batches inside ``join`` and is repeating its last one."""
-        return self._runtime.reducer.idle
+        return self.session.runtime.reducer.idle
+
+    def register_reduce_hook(
+        self, *, before: ReduceHook | None = None, after: ReduceHook | None = None
+    ) -> RemovableHandle:
+        """Call functions at every reduction of gradients in backward, until the returned handle is removed.
+
+        Both are called as ``hook(unit, gradient)`` with the name of a flat buffer and a 1-D tensor, which they may change in
+        place.
+
+        Args:
+            before: receives what this rank sends: its sum of the full buffer in the reduce dtype, before division and, with a
+                loss scale, still scaled.  A buffer above ``[comm] buffer`` comes in chunks.
+            after: receives what this rank keeps of the result, divided and unscaled: its range, or all of it at stage 0.
+        Returns:
+            A handle with ``remove()``.
+        Raises:
+            AttachError: neither is a function.
+        """
+        return self.session.attached("register_reduce_hook").runtime.reducer.hooks.register(before, after)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The current loss scale; None if the policy sets no ``[precision] loss_scale``."""
+        scaling = self.session.runtime.scaling
+        return scaling.scale.value if scaling.on else None
+
+    @property
+    def overflows(self) -> tuple[Overflow, ...]:
+        """The latest steps, at most 64 and oldest first, whose gradients overflowed under a loss scale or a GradScaler."""
+        return self.session.runtime.scaling.overflows.latest
+
+    def loss_scale_state(self) -> dict[str, Any]:
+        """The loss scale and its counters as plain data, the same on every rank; {} if the policy sets none."""
+        return self.session.runtime.scaling.saved()
+
+    def load_loss_scale_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what ``loss_scale_state`` returned.
+
+        Args:
+            state: the same on every rank; {} changes nothing.
+        Raises:
+            CheckpointError: ``state`` is something else; the scale is as it was.
+        """
+        self.session.at_rest("load_loss_scale_state").runtime.scaling.checked(state)()
+
+    @contextmanager
+    def gathered(self, *parameters: Tensor, write: bool = False) -> Iterator[list[Tensor]]:
+        """Yield the full plain values of ``parameters``, or of all parameters, inside the block.  Collective.
+
+        Inside the block, modules have them as attributes too.  Every rank must pass the same parameters.
+
+        Args:
+            *parameters: parameters of the attached model.
+            write: copy rank 0's changes back to every shard at the end.
+        Yields:
+            Plain tensors of the parameters' own shapes and dtypes (the masters', not that of compute), on the model's device,
+            in the order of ``parameters``.
+        Raises:
+            CheckpointError: a parameter belongs to another model, or, with ``write``, is in ``[units] ignore``.
+        """
+        session = self.session.at_rest("gathered")
+        wanted = parameters or tuple(tree.parameters(session.model))
+        with gathered(session.units, session.runtime, session.comm, wanted, write, session.ignored) as full:
+            yield full
+
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        """Keep all units gathered inside the block, for generation and evaluation with many short forwards.  Collective.
+
+        It takes the memory of all full parameters, which budgets do not count.
+        """
+        with self.session.attached("resident").runtime.resident():
+            yield
+
+    def unshard(self, module: nn.Module | None = None) -> None:
+        """Gather the units of ``module`` and keep them gathered until ``reshard``.  Collective.
+
+        Full units are gathered, even if ``module`` is only a part of one.  After an optimizer step the next use gathers it
+        again.  Budgets do not count what stays gathered.
+
+        Args:
+            module: a module of the attached model; None means all of it.
+        Raises:
+            AttachError: ``module`` has no attached parameters; on every rank.
+        """
+        self.session.runtime.unshard(self.session.units_of("unshard", module))
+
+    def reshard(self, module: nn.Module | DeviceMesh | None = None) -> None:
+        """Release the units of ``module``, including those the policy would keep until backward, which then gathers them again.
+
+        Given a DeviceMesh, move the model to that mesh instead, as ``apply(mesh=mesh)`` does.  Collective.
+
+        Args:
+            module: a module of the attached model, None for all of it, or a mesh.
+        Raises:
+            AttachError: ``module`` has no attached parameters; on every rank.  For a mesh see ``apply``.
+        """
+        if isinstance(module, DeviceMesh):
+            self.apply(mesh=module)
+        else:
+            self.session.runtime.reshard(self.session.units_of("reshard", module))
+
+    def state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+        """Return the full state on rank 0's CPU, and {} on the other ranks.  Collective.
+
+        It has the keys "model" ({name: tensor}, which the plain model loads), "optimizer" if one is known, and "loss_scale" if
+        the policy has one.  Parameters that are ``left_out`` are listed under "left_out", by name and checksum.  It is gathered
+        unit by unit.
+
+        Args:
+            optimizer: whose states to add; None means the one given to ``attach``.
+        Returns:
+            Full tensors on rank 0.
+        """
+        return take_full(self.session, optimizer)
+
+    def load_state_dict(self, state: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Load what ``state_dict`` returned, on any number of ranks.  Collective.
+
+        Args:
+            state: rank 0's is used; other ranks may pass {}.  Without "optimizer" the optimizer stays as it is.
+            optimizer: as in ``state_dict``.
+        Raises:
+            CheckpointError: the state is of another model or optimizer; nothing has changed.
+        """
+        load_full(self.session, state, optimizer)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of frozen parameters of tensor subclasses (a quantized base): whole on every rank, saved as checksums."""
+        return tuple(self.session.ignored.frozen)
+
+    def save(
+        self,
+        folder: str | Path,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        objects: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        wait: bool = True,
+        keep: int | None = None,
+    ) -> Saving:
+        """Write everything this run needs to resume; each rank writes its own shards, from any tier.  Collective.
+
+        The new checkpoint is renamed to ``folder`` once every rank has written and synced its file; an earlier checkpoint there
+        can be loaded until then.  It contains parameters, accumulated gradients, optimizer states and options, buffers, random
+        states (torch, Python, NumPy, stochastic rounding) and the loss scale.  Nothing is pickled.
+
+        Args:
+            folder: on a file system that all hosts share; absent, empty, or an earlier checkpoint.
+            optimizer: one, several, or () for none; None means the one given to ``attach``, else all that hold parameters.
+            objects: anything with ``state_dict`` and ``load_state_dict`` (a scheduler, a scaler), by name.
+            extra: plain data and tensors that ``load`` will return, such as the step.
+            wait: False returns as soon as there is a snapshot of the current state (copied to host memory; state on disk is not
+                copied), and a thread writes it while training continues.  The next save, load or detach, and the end of the
+                program, wait for it.  ``[save]`` limits the memory.
+            keep: how many of the checkpoints that this run saved with ``keep`` to leave, this one included.  Older ones in the
+                same parent folder whose names differ only in the last number are removed once this one is committed.
+        Returns:
+            The save, finished or still running: see ``done``, ``progress`` and ``wait()``.
+        Raises:
+            CheckpointError: on every rank, naming the first that failed; nothing was committed.  Also if an earlier background
+                save failed and this was not reported yet; then nothing was tried.
+        """
+        return save_run(self.session, folder, optimizer, objects, extra, wait, keep)
+
+    def load(
+        self,
+        folder: str | Path | Sequence[str | Path],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        objects: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Resume from what ``save`` wrote, with the same model.  Collective.
+
+        Ranks, mesh and policy may differ from those that saved: each rank reads the ranges it owns.  Every file is verified
+        before anything is changed.  Optimizer states that do not exist yet are created.  Folders written by DeepSpeed (ZeRO 1
+        to 3, universal) are accepted: masters, states and options are loaded, and the client state is returned.
+
+        Args:
+            folder: one folder, or a list with those of all stages of a pipeline that was split differently; parameters are
+                found by name.
+            optimizer: as in ``save``; () loads only the model and leaves optimizers as they are.
+            objects: as in ``save``; {} ignores those in the file.
+        Returns:
+            What was saved as ``extra``.
+        Raises:
+            CheckpointError: on every rank; the run is unchanged unless the message says that it is partly loaded.  Also if
+                optimizer states were saved and there is no optimizer yet.
+        """
+        return load_run(self.session, folder, optimizer, objects)
+
+    def save_full(self, path: str | Path) -> None:
+        """Write full parameters and buffers to one safetensors file, from rank 0.  Collective.
+
+        One parameter is in memory at a time.
+
+        Args:
+            path: the file; an existing one, or the one that a link leads to, is replaced once the new one is complete.
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        with self.session.verb("save_full") as session:
+            save_full(session.model, session.units, session.comm, session.bus, path, session.ignored)
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        tokenizer: Any = None,
+        max_shard_size: int | str = "5GB",
+        dtype: torch.dtype | str | None = None,
+    ) -> None:
+        """Write a folder that transformers' ``from_pretrained`` reads, or one of PEFT adapters.  Collective.
+
+        Each rank writes a share of the files, with one full unit in memory at a time.  The folder is renamed into place once
+        everything is on disk.  An earlier folder of the same kind stays until then; other files in it are kept.
+
+        Args:
+            folder: on a file system that all hosts share; absent, empty, or an earlier folder of a model (or of adapters).
+            tokenizer: anything with ``save_pretrained``, such as a tokenizer or processor; rank 0's is written.
+            max_shard_size: the largest size of a file, as in transformers; a larger tensor gets its own file.
+            dtype: "fp32", "bf16", "fp16" or a torch dtype for the parameters, except those that transformers keeps in fp32;
+                None writes the masters unchanged.
+        Raises:
+            CheckpointError: on every rank.  The model is not one of transformers or PEFT, is quantized or split into pipeline
+                stages, a value would become infinite in ``dtype``, or writing failed.  Nothing was committed.
+        """
+        with self.session.verb("save_pretrained") as session:
+            asked, full = Pretrained(folder, tokenizer, max_shard_size, dtype), lambda some: self.gathered(*some)
+            save_pretrained(session.model, session.units, session.comm, session.bus, session.ignored, asked, full)
+
+    def save_to_peers(
+        self,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        objects: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Keep what ``save`` would write in the memory of this rank's host, with a copy on the next host.  Collective.
+
+        It outlives this process: after torchrun has restarted the ranks, any number of them can ``resume`` from it.  Each save
+        replaces the previous one once it is complete.  ``[resilience]`` sets the number of copies, and where they are.
+
+        Args:
+            optimizer: as in ``save``.
+            objects: as in ``save``.
+            extra: as in ``save``.
+        Raises:
+            CheckpointError: on every rank; the previous save is unchanged.
+        """
+        with needed("resilience", "save_to_peers"):
+            from zhooks.resilience import save_run_to_peers
+        save_run_to_peers(self.session, optimizer, objects, extra)
+
+    def resume(
+        self,
+        folders: str | Path | Sequence[str | Path] = (),
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        objects: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any] | None:
+        """Resume from the newest state that ``save_to_peers`` kept or that is in ``folders``.  Collective.
+
+        Args:
+            folders: checkpoints, or folders of checkpoints (as for ``zhooks.latest``), the same on every rank; they need not
+                exist.
+            optimizer: as in ``load``.
+            objects: as in ``load``.
+        Returns:
+            What was saved as ``extra``; None if nothing was found, and the run starts from the beginning.
+        Raises:
+            CheckpointError: on every rank: the newest checkpoint in a folder is damaged, or is of another model.
+        """
+        with needed("resilience", "resume"):
+            from zhooks.resilience import resume_run
+        return resume_run(self.session, folders, optimizer, objects)
+
+    def catch_preemption(self, signals: int | Iterable[int] = (signal.SIGTERM,)) -> None:
+        """Catch ``signals`` until ``detach``: they set ``preempted`` instead of ending the process.  Collective.
+
+        Call it before the loop, on every rank, in the main thread; calling it again with the same signals changes nothing.  A
+        handler that the program had installed is still called, and is restored at ``detach``.
+
+        Args:
+            signals: which signals to catch: one, or several.
+        Raises:
+            AttachError: ``signals`` are not signals, or differ from those of another rank or of an earlier call, or this is not
+                the main thread.  Raised on every rank, with no handler changed.
+        """
+        with needed("resilience", "catch_preemption"):
+            from zhooks.resilience import catch_preemption
+        catch_preemption(self.session, signals)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a caught signal has reached any rank; the same answer on every rank.
+
+        Every rank must read it at the same place.  After a backward that reduced gradients the answer is known; otherwise
+        (after an evaluation, after micro-batches inside ``no_sync``, and over ``tp`` and ``pp``) the ranks exchange one byte.
+        Collective.
+        """
+        with needed("resilience", "preempted"):
+            from zhooks.resilience import preempted
+        return preempted(self.session)
+
+    def exit_if_preempted(
+        self,
+        folder: str | Path,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        objects: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+        keep: int | None = None,
+    ) -> None:
+        """If ``preempted``, save and end this process with ``SystemExit(0)``; otherwise do nothing.  Collective.
+
+        Call it at the end of the loop body, after schedulers and counters: the state at that moment is saved.  Signals that
+        arrive during the save change nothing.
+
+        Args:
+            folder: as in ``save``.
+            optimizer: as in ``save``.
+            objects: as in ``save``.
+            extra: as in ``save``, or a function that returns it.
+            keep: as in ``save``.
+        Raises:
+            SystemExit: with code 0, on every rank, once the checkpoint is complete.
+            CheckpointError: as ``save``; on every rank.
+        """
+        with needed("resilience", "exit_if_preempted"):
+            from zhooks.resilience import exit_if_preempted
+        exit_if_preempted(self.session, folder, optimizer, objects, extra, keep)
+
+    def recover(self) -> Recovery:
+        """Prepare to continue, or to save, after a ``DivergenceError``: a rank was late, or a connection failed.  Collective.
+
+        Every rank calls it in ``except zhooks.DivergenceError:``, including the one that was late.  Unfinished work is
+        dropped, transports are opened again, and the ranks compare which step they are at.  A rank that raised an error of its
+        own calls it too; ranks wait for each other twice as long as usual here.  Then repeat the step from its first forward.
+        If no rank had begun to update, the result is bit-identical to an undisturbed run, except that random states and
+        running statistics are not rewound.
+
+        Returns:
+            What was found, and whether gradients were dropped.
+        Raises:
+            DivergenceError: a rank is gone, or does not come within twice ``[comm] timeout_s``.  Or the ranks are at different
+                steps, or within one: then only ``load`` may come next.
+            CapabilityError: parameters are not on the CPU, or a transport is no longer available.
+        """
+        with needed("resilience", "recover"):
+            from zhooks.resilience import recover
+        return recover(self.session)
 
     def memory(self, *, heads: int | None = None) -> MemoryReport:
         """Report the bytes this rank holds, by kind and tier, compared with the formulas.  ``print`` it for a table.
@@ -412,9 +577,23 @@ class Attachment(
 
         Source of the formulas: ZeRO, arXiv:1910.02054, sections 3 and 6.
         """
-        optimizers = self._optimizers.here()
-        residual = self._runtime.saved.residual.ask(heads)
-        return memory_report(self._units, self._runtime.reducer, self._comm, self._table, optimizers, residual, self._ignored)
+        session = self.session
+        residual = session.runtime.saved.residual.ask(heads)
+        return memory_report(
+            session.units, session.runtime.reducer, session.comm, Table.of(session.policy.table()), session.optimizers.here(),
+            residual, session.ignored,
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        """Describe the units as a table: parameters, elements, padding, dtypes and placement of each.
+
+        After the first step it also shows how many bytes a step moves.
+        """
+        session = self.session
+        said = describe(
+            session.model, session.units, session.policy, session.comm, self.payload(), session.runtime.scaling, session.ignored
+        )
+        return f"{said}\n{session.why}" if session.why else said
 
     def observe(self, observer: Observer) -> Observation:
         """Send the runtime's events to ``observer`` until the returned handle is closed.
@@ -427,53 +606,102 @@ class Attachment(
         Raises:
             AttachError: ``observer`` has no ``on_event``.
         """
-        self._check_attached("observe")
-        if not callable(getattr(observer, "on_event", None)):
-            raise AttachError(
-                f"observe expected an observer with a method on_event(event), found {type(observer).__name__}. Pass a "
-                "Recorder, or your own object with this method."
-            )
-        return Observation(self._bus, observer)
-
-    def describe(self) -> str:
-        """Describe the units as a table: parameters, elements, padding, dtypes and placement of each.
-
-        After the first step it also shows how many bytes a step moves.
-        """
-        said = describe(self.model, self._units, self.policy, self._comm, self.payload(), self._runtime.scaling, self._ignored)
-        return f"{said}\n{self._why}" if self._why else said
-
-    @property
-    def loss_scale(self) -> float | None:
-        """The current loss scale; None if the policy sets no ``[precision] loss_scale``."""
-        return self._runtime.scaling.scale.value if self._runtime.scaling.on else None
-
-    @property
-    def overflows(self) -> tuple[Overflow, ...]:
-        """The latest steps, at most 64 and oldest first, whose gradients overflowed under a loss scale or a GradScaler."""
-        return self._runtime.scaling.overflows.latest
+        return Observation(self.session.attached("observe").bus, observer)
 
     def payload(self) -> int | None:
         """Bytes that the gathers and reductions of one training step move, in full payloads; None before the first step."""
-        gathers = self._runtime.paths.gathers()
-        if gathers is None:
-            return None
-        moved = sum(flat.moved_nbytes for number in gathers for flat in self._units[number].flats)
-        return moved + self._runtime.reducer.payload() + self._runtime.saved.partition.payload
+        return self.session.runtime.payload()
 
-    @property
-    def rank(self) -> int:
-        return int(self._comm.world.axis.ranks[self._comm.world.axis.rank])
+    def grad_norms(self) -> GradNorms:
+        """Return the 2-norms of the gradients in ``.grad``: ``.total``, and ``.units`` by unit name.  Collective.
 
+        These are the norms of the reduced means over the ranks, as clipping sees them: accumulated over the backward passes
+        since ``zero_grad``, unscaled if the policy scales the loss, scaled as long as a GradScaler scales them, on any tier.
+        It communicates one number per unit.  Gradients accumulated in ``accumulate()`` are reduced first.  On a mesh with
+        ``pp`` they are those of this stage.
 
-def abandon(attachment: Attachment) -> None:
-    """Close what an attachment opened, and give nothing back: its model is of no further use.
+        Returns:
+            Python floats, the same on every rank.
+        Raises:
+            ShardedOpError: the policy updates in backward (``[optimizer] overlap``), or a ``.grad`` was replaced.
+            TierError: a tier cannot be read.
+        """
+        session = self.session.attached("grad_norms")
+        return gradient_norms(session.units, session.comm, session.runtime, session.policy)
 
-    A simulation's model has no values, and gathering all of them takes as long as a step.
-    """
-    undo, attachment._undo = attachment._undo, None
-    assert undo is not None
-    for unit in attachment._units:
-        for flat in unit.flats:
-            flat.detach()
-    undo.close()
+    def noise_scale(self, batch_size: int, *, decay: float = 0.99) -> NoiseScale:
+        """Measure the gradient noise scale, roughly the batch size beyond which more samples save few steps.  Collective.
+
+        On several ranks it compares what each rank sends to a reduction with the mean that it receives.  A single rank needs
+        several backward passes per step, after ``zero_grad()``.  The loss must be a mean over samples, with equally many on
+        every rank and in every pass.  It costs one pass over the gradients and one exchange of five numbers per reduction.
+
+        Args:
+            batch_size: samples in one backward pass of one rank; the estimate is in the same unit.
+            decay: of the running averages, from one reduction to the next; 1 weighs all alike.
+        Returns:
+            A handle that measures until it is closed; also a context manager.  ``estimate`` is the result so far.
+        Raises:
+            CapabilityError: the mesh has ``tp`` or ``pp``, or ``overlap`` is set on a single rank.
+            ShardedOpError: another handle is open, or an argument is invalid or differs between ranks.
+
+        Source: McCandlish et al., arXiv:1812.06162, appendix A.1.
+        """
+        session = self.session.attached("noise_scale")
+        model, units, comm, runtime, policy = session.model, session.units, session.comm, session.runtime, session.policy
+        return measure_noise(model, units, comm, runtime, policy, batch_size, decay)
+
+    @contextmanager
+    def calibrate(
+        self, *, prefer: Literal["bf16", "fp16"] = "bf16", loss_scale: float | None = None
+    ) -> Iterator[Calibration]:
+        """Measure a few ordinary steps inside the block and suggest a dtype for each unit.  Collective.
+
+        Print the result for the reasons; ``.proposal.toml()`` and ``.proposal.values()`` are policies.
+
+        Args:
+            prefer: the dtype that units should compute in if they can; fp32 is proposed for the others.
+            loss_scale: the scale at which fp16 is judged; None takes the largest one that the largest gradient allows.
+        Yields:
+            The calibration; it has a proposal once the block has ended.
+        Raises:
+            ShardedOpError: units do not compute in fp32, the policy updates in backward, or no backward was seen.
+        """
+        session = self.session.attached("calibrate")
+        model, units, comm, runtime, policy = session.model, session.units, session.comm, session.runtime, session.policy
+        with calibrating(model, units, comm, runtime, policy, prefer, loss_scale) as calibration:
+            yield calibration
+
+    def apply(self, policy: Policy | str | Path | dict[str, Any] | None = None, *, mesh: DeviceMesh | None = None) -> None:
+        """Continue under another policy, or on another mesh, without a restart.  Collective.
+
+        Call it between steps.  States move between tiers, and stage and precision may change; ``[units]`` and ``[comm]`` may
+        not, nor ``[disk]`` and ``[host]`` once something is stored there.
+
+        Args:
+            policy: a complete policy: keys that are left out get their defaults.  None keeps the current one.
+            mesh: the same ranks, arranged differently on ``replicate`` and ``shard``; None keeps the current mesh.  Collective
+                over the process group, and waits for a background save.
+        Raises:
+            PolicyError: the policy cannot be read, differs between ranks, or changes what may not change.
+            AttachError: a rule splits a module's parameters over dtypes, or the mesh differs between ranks, does not cover the
+                process group, or has another ``tp`` or ``pp``; nothing has changed.
+            BudgetError: a tier cannot hold what would move there; nothing has changed on any rank.
+            TierError: a tier failed; everything was moved back on every rank.
+            CheckpointError: a background save failed, or an optimizer's states cannot be sent; nothing has changed.
+        """
+        with needed("live", "apply"):
+            from zhooks.live import apply
+        apply(self.session, policy, mesh)
+
+    def detach(self) -> nn.Module:
+        """Restore the plain model, with full parameters, gradients and optimizer states and without hooks.  Collective.
+
+        Returns:
+            The model that was attached.
+        Raises:
+            AttachError: it is already detached.
+            CheckpointError: a background save failed and this was not reported yet; call ``detach`` again.
+            TierError: a tier cannot be read; what has been restored stays so, and ``detach`` may be called again.
+        """
+        return close_session(self.session)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
+from offload.errors import CapabilityError
 from tests.parity import run
 from tests.source_rules import ORDER
 
@@ -47,12 +50,46 @@ def begin() -> None:
     core.attach = attach  # type: ignore[attr-defined]
 
 
+def missing() -> dict[str, str]:
+    """What each use of a package that is not there says; the attachment goes on, and can be detached."""
+    import zhooks
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    attachment = zhooks.attach(model)
+    said: dict[str, str] = {}
+
+    def freeze() -> None:
+        model[0].requires_grad_(False)
+        try:
+            model(torch.ones(1, 4))
+        finally:
+            model[0].requires_grad_(True)
+
+    uses: dict[str, Callable[[], object]] = {
+        "apply": lambda: attachment.apply({"stage": 2}),
+        "freeze": freeze,
+        "recover": attachment.recover,
+        "resume": attachment.resume,
+        "save_to_peers": attachment.save_to_peers,
+        "catch_preemption": attachment.catch_preemption,
+        "preempted": lambda: attachment.preempted,
+        "exit_if_preempted": lambda: attachment.exit_if_preempted("nowhere"),
+    }
+    for name, use in uses.items():
+        try:
+            use()
+        except CapabilityError as error:
+            said[name] = str(error)
+    attachment.detach()
+    return said
+
+
 def main(rank: int, world: int, folder: Path, names: Sequence[str]) -> None:
     begin()
     if world > 1:
         dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
     records = {name: run.train(name) for name in names}
-    (folder / f"rank{rank}").write_bytes(pickle.dumps(records))
+    (folder / f"rank{rank}").write_bytes(pickle.dumps((records, missing())))
     if world > 1:
         dist.destroy_process_group()
     assert not {name for name in sys.modules if name.startswith("zhooks.")} & {f"zhooks.{name}" for name in PLUGGED}

@@ -1,4 +1,4 @@
-"""The core trains as plain PyTorch does where no package that plugs into it can be imported.
+"""The core trains as plain PyTorch does where no package that plugs into it can be imported; what needs one names it.
 
 pytest runs it, in processes of its own.
 """
@@ -24,6 +24,8 @@ SLOW = pytest.mark.slow
 
 
 EVERY = tuple(product((1, 2, 3), ("device", "host", "disk")))
+#: What an attachment does for jobs that are interrupted.
+JOBS = ("recover", "resume", "save_to_peers", "catch_preemption", "preempted", "exit_if_preempted")
 FEW = ((1, "host"), (2, "disk"), (3, "device"))
 
 
@@ -33,7 +35,7 @@ FEW = ((1, "host"), (2, "disk"), (3, "device"))
 def test_the_core_trains_without_the_packages_that_plug_into_it(
     world: int, placed: tuple[tuple[int, str], ...], tmp_path: Path
 ) -> None:
-    assert {"cpu_transport", "simulate", "integrations"} <= set(PLUGGED)
+    assert {"cpu_transport", "simulate", "integrations", "live", "resilience"} <= set(PLUGGED)
     cells = [
         Cell("gpt", stage, world=world, accumulation="twice", optimizer="adamw", tier=tier)
         for stage, tier in placed
@@ -50,4 +52,7 @@ def test_the_core_trains_without_the_packages_that_plug_into_it(
     assert [process.returncode for process in started] == [0] * world, "\n".join(said)
     every = [pickle.loads((tmp_path / f"rank{rank}").read_bytes()) for rank in range(world)]
     for cell in cells:
-        compare(cell, run.gather([records[cell.name] for records in every]), oracle.train(cell))
+        compare(cell, run.gather([records[cell.name] for records, _ in every]), oracle.train(cell))
+    for _, said in every:
+        packages = {name: text.partition(" needs the package zhooks.")[2].partition(",")[0] for name, text in said.items()}
+        assert packages == dict.fromkeys(("apply", "freeze"), "live") | dict.fromkeys(JOBS, "resilience"), said

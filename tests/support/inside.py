@@ -31,55 +31,54 @@ from zhooks.unit import Flat, Pool, Unit
 
 
 def units_of(attachment: zhooks.Attachment) -> list[Unit]:
-    return attachment._units
+    return attachment.session.units
 
 
 def plans_of(attachment: zhooks.Attachment) -> list[UnitPlan]:
     """How its units are laid out."""
-    return [unit.plan for unit in units_of(attachment)]
+    return attachment.session.plans()
 
 
 def flats_of(attachment: zhooks.Attachment) -> list[Flat]:
-    return [flat for unit in units_of(attachment) for flat in unit.flats]
+    return list(attachment.session.flats())
 
 
 def runtime_of(attachment: zhooks.Attachment) -> Runtime:
-    return attachment._runtime
+    return attachment.session.runtime
 
 
 def pool_of(attachment: zhooks.Attachment) -> Pool:
-    return attachment._pool
+    return attachment.session.pool
 
 
 def comm_of(attachment: zhooks.Attachment) -> Comm:
-    return attachment._comm
+    return attachment.session.comm
 
 
 def store_of(attachment: zhooks.Attachment) -> Store:
     """The store of an attachment whose policy names another tier than the device."""
-    store = attachment._tiers.store
+    store = attachment.session.tiers.store
     assert store is not None, "everything is on the device"
     return store
 
 
 def has_store(attachment: zhooks.Attachment) -> bool:
-    return attachment._tiers.store is not None
+    return attachment.session.tiers.store is not None
 
 
 def stepper_of(attachment: zhooks.Attachment) -> Stepper | None:
-    return attachment._tiers.stepper
+    return attachment.session.tiers.stepper
 
 
 def is_heard(attachment: zhooks.Attachment) -> bool:
     """Whether any observer is told of this attachment's events."""
-    return attachment._bus.active
+    return attachment.session.bus.active
 
 
 def tiers_changed(attachment: zhooks.Attachment, policy: Policy, device: torch.device) -> None:
     """What ``apply`` does first, on another device than the one the attachment is on."""
-    inside = attachment
-    plans = plans_of(attachment)
-    inside._tiers.change(policy, device, plans, inside._comm, inside._bus)
+    session = attachment.session
+    session.tiers.change(policy, device, session.plans(), session.comm, session.bus)
 
 
 # ---- of a sharded tensor

@@ -1,6 +1,6 @@
 """Lays units out anew: parameters were frozen or unfrozen, the policy changed, or the mesh.
 
-``attachment/change.py`` calls it between steps, with the plans that differ.  Values, gradients and optimizer states follow, one
+``live/change.py`` calls it between steps, with the plans that differ.  Values, gradients and optimizer states follow, one
 unit at a time, as the ranges that ranks have.  It decides nothing about layouts.
 """
 

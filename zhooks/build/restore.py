@@ -1,6 +1,6 @@
 """The way back: sharded parameters, gradients and optimizer states become plain and full again.
 
-``attach.py`` calls it at detach, and when an attach that failed is undone.  One flat at a time is whole.  It never closes
+``session/open.py`` calls it at detach, and when an attach that failed is undone.  One flat at a time is whole.  It never closes
 anything, and takes no hook away but gives parameters theirs back.
 """
 

@@ -1,7 +1,7 @@
 """From a model to units: fill, make ranks equal, shard, and swap parameters.
 
-``attach.py`` calls it once, with a plan.  One unit at a time is whole, so the peak is the shards and one unit.  It decides
-nothing about layouts, never runs a forward and installs no hook.
+``session/open.py`` calls it once, with a plan.  One unit at a time is whole, so the peak is the shards and one unit.  It
+decides nothing about layouts, never runs a forward and installs no hook.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tiers of an attachment, open: the store of what is kept off the device, and what steps optimizers over it.
 
-``attach.py`` opens them as ``plan/tiers.py`` admitted, and asks nothing else whether there are any: an attachment that keeps
-everything on the device has tiers that do nothing.  It never touches a parameter.
+``session/open.py`` opens them as ``plan/tiers.py`` admitted, and asks nothing else whether there are any: an attachment that
+keeps everything on the device has tiers that do nothing.  It never touches a parameter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A save that goes on beside training: the thread that writes this rank's file, and what the user holds of it.
 
-``save_load.py`` starts one once every rank has its snapshot; ``attachment/state.py`` waits for it before the next.  The thread
+``save_load.py`` starts one once every rank has its snapshot; ``session/state.py`` waits for it before the next.  The thread
 calls no collective: ranks agree by files in the draft (`offload.shards.Outcomes`).  It never touches a tensor of the model's.
 """
 

@@ -1,7 +1,7 @@
 """Full state to and from global ranges: state dicts, and full values inside a block.
 
-``attach.py`` calls it for the Attachment's methods.  Values are streamed unit by unit to rank 0; no other rank holds more
-than its shards and one unit.  It never decides what a checkpoint on tiers looks like.
+``session/state.py`` calls it for the Attachment's methods.  Values are streamed unit by unit to rank 0; no other rank holds
+more than its shards and one unit.  It never decides what a checkpoint on tiers looks like.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checkpoints in the memory of the ranks' hosts, and copies of each rank's file on other hosts, where a restart finds them.
 
-``attachment/peers.py`` opens it and saves with it; ``peer_files.py`` brings what it found to the ranks that resume.  The files
+``resilience/peers.py`` opens it and saves with it; ``peer_files.py`` brings what it found to the ranks that resume.  The files
 are those of every checkpoint, on a tmpfs.  It never touches a file of another job, and never loads anything.
 
 Note: [Generations]

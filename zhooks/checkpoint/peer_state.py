@@ -1,6 +1,6 @@
 """The state of a living rank, handed to the rank at the same place of another job: the file it would save, read range by range.
 
-``attachment/replicas.py`` offers and takes it over; an integration moves the bytes between.  Nothing is gathered and no whole
+``resilience/replicas.py`` offers and takes it over; an integration moves the bytes between.  Nothing is gathered and no whole
 file is ever held: what is asked for is opened where it lies, at most a chunk or a block of a tier at a time.  It never writes
 to a disk and never decides when a state is due.
 """

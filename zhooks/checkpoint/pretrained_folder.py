@@ -1,6 +1,6 @@
 """``save_pretrained`` of an attached model: the folder that transformers and PEFT read, and how it is committed.
 
-``attachment/state.py`` calls it for ``Attachment.save_pretrained``, and ``attach.py`` opens `StockFolders` for the model's own.
+``attach.py`` calls it for ``Attachment.save_pretrained``, and ``session/open.py`` opens `StockFolders` for the model's own.
 Names, tied weights, conversions and configurations are
 transformers' own and PEFT's, which whoever has such a model has imported; what has another format is refused.  It never
 changes the model or its configuration.

@@ -1,6 +1,6 @@
 """Which of the checkpoints that a job left is the newest: in the memory of peers, or in folders; loaded, and said where it was.
 
-``attachment/peers.py`` calls ``resume`` for the Attachment's method.  An older one is never taken without a warning that says
+``resilience/peers.py`` calls ``resume`` for the Attachment's method.  An older one is never taken without a warning that says
 why; it never writes a checkpoint.
 """
 

@@ -1,6 +1,6 @@
 """Save and resume of sharded runs: every rank writes its own file, one rename commits them all, and every rank reads back.
 
-``attachment/state.py`` calls ``save``, ``save_beside`` and ``load`` for the Attachment's methods.  Each step that can fail on
+``session/state.py`` calls ``save``, ``save_beside`` and ``load`` for the Attachment's methods.  Each step that can fail on
 one rank fails on all, so no rank is left waiting; before a load has been found possible everywhere, nothing is changed
 anywhere.  It never gathers a parameter and never decides on which tier values are.
 """

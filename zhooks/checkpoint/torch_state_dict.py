@@ -1,9 +1,9 @@
 """What torch's own state functions find at an attached model: ``load_state_dict`` of the model and of its optimizers, and
 ``torch.distributed.checkpoint.state_dict`` where it is asked for full values.
 
-``attach.py`` opens one an attachment.  Loading is compared over the ranks before anything is changed; ``optim/optimizers.py``
-says when full tensors that an optimizer was given become ranges.  It never writes a file: what a file of ranges would be,
-``tensor/range_tensor.py`` refuses.
+``session/open.py`` opens one an attachment.  Loading is compared over the ranks before anything is changed;
+``optim/optimizers.py`` says when full tensors that an optimizer was given become ranges.  It never writes a file: what a file
+of ranges would be, ``tensor/range_tensor.py`` refuses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whole tensors of an attached model into safetensors files, one flat buffer at a time; each file is one rank's to write.
 
-``attachment/state.py`` calls ``save_full``, and ``pretrained_folder.py`` says which files there are in a folder and what is
+``attach.py`` calls ``save_full``, and ``pretrained_folder.py`` says which files there are in a folder and what is
 made of the model's tensors on the way.  Every rank takes part in every gather and keeps what belongs to its own files; no rank
 ever has more than one flat buffer, or what one conversion needs.  It knows no library's format of a folder.
 """

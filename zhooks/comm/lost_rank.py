@@ -1,6 +1,6 @@
 """Which rank is gone or late: found out once by all that are left, who then raise the same error.
 
-The transports wait through here, and ask while they wait whether another rank has given up; ``attachment/recovery.py`` asks
+The transports wait through here, and ask while they wait whether another rank has given up; ``resilience/recovery.py`` asks
 whether ranks can go on.
 
 Note: [Roll call]

@@ -1,6 +1,6 @@
 """The transports of a living attachment over another mesh of the same ranks: what is missing is opened, the rest is kept.
 
-``attachment/change.py`` asks for them before anything is moved, and has those closed that nobody uses any more.  It never moves
+``live/change.py`` asks for them before anything is moved, and has those closed that nobody uses any more.  It never moves
 a value, and never decides which mesh.
 """
 

@@ -1,6 +1,6 @@
 """Functions of the user that see what reductions send and what comes back, and may change both in place.
 
-``attach.py`` registers them, ``reduction.py`` and ``reduce.py`` call them at every reduction.  It never keeps a tensor
+Users register them, ``reduction.py`` and ``reduce.py`` call them at every reduction.  It never keeps a tensor
 and never communicates.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from offload.errors import ShardedOpError
+from offload.errors import AttachError, ShardedOpError
 
 __all__ = ["ReduceHook", "ReduceHooks"]
 
@@ -31,7 +31,16 @@ class ReduceHooks:
         return bool(self._before or self._after)
 
     def register(self, before: ReduceHook | None, after: ReduceHook | None) -> RemovableHandle:
-        """Call these from now on, until the handle is removed."""
+        """Call these from now on, until the handle is removed.
+
+        Raises:
+            AttachError: neither is a function.
+        """
+        if (before is None and after is None) or not all(hook is None or callable(hook) for hook in (before, after)):
+            raise AttachError(
+                f"register_reduce_hook expected before or after to be functions of a unit's name and a tensor, found "
+                f"{type(before).__name__} and {type(after).__name__}. Pass at least one."
+            )
         handle = RemovableHandle(self._before, extra_dict=self._after)
         if before is not None:
             self._before[handle.id] = before

@@ -40,9 +40,10 @@ from torch import Tensor
 from offload.errors import AttachError, CapabilityError, CheckpointError, DivergenceError, ShardedOpError, ZhooksError
 from offload.user_warnings import warn_user
 from zhooks.attach import Attachment
-from zhooks.checkpoint import PeerLostError
+from zhooks.checkpoint import Packer, PeerLostError
 from zhooks.comm import Call
 from zhooks.integrations.peer_transfer import PeerTransfer
+from zhooks.resilience import Replica
 
 import torchft  # isort: skip
 from torchft import Optimizer  # isort: skip
@@ -96,18 +97,19 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
         hostname: str | None = None,
         **options: Any,
     ) -> None:
-        attachment.run_together(lambda: _check_options(attachment, timeout, options))
+        given: Sequence[Any] = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        bare: list[torch.optim.Optimizer] = [each.optim if isinstance(each, Optimizer) else each for each in given]
+        self._replica = Replica(attachment.session, bare)
+        self._replica.run_together(lambda: _check_options(attachment, timeout, options))
         for name in _FIXED:
             options.pop(name, None)
-        given: Sequence[Any] = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        self._steps: list[torch.optim.Optimizer] = [each.optim if isinstance(each, Optimizer) else each for each in given]
         self._attached = attachment
         self._beside: dict[str, Callable[[], Any]] = {}
         self._begun = self._torn = self._compared = False
         # Of the steps made since replicas were compared, and the number that this step's replicas have drawn for it.
         self._history = self._drawn = self._counted = 0
         self._scale: dict[str, Any] = {}
-        attachment.reduce_over(_Jobs(self), self._steps)
+        self._replica.reduce_over(_Jobs(self))
         # It calls a deprecated method of a logger; where warnings are errors it would take that for a lost replica.
         warnings.filterwarnings("ignore", "The 'warn' method is deprecated", DeprecationWarning, r"torchft\.manager")
         hostname = hostname or socket.gethostname()
@@ -124,7 +126,7 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
             )  # fmt: skip
         except BaseException:
             self._transfer.shutdown()
-            attachment.reduce_over(None)
+            self._replica.reduce_over(None)
             raise
 
     def register_state_dict_fn(self, key: str, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]) -> None:
@@ -135,7 +137,7 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
     def shutdown(self, wait: bool = True) -> None:
         """From now on, train only with the ranks of this replica.  Collective over them."""
         super().shutdown(wait=wait)
-        self._attached.reduce_over(None)
+        self._replica.reduce_over(None)
 
     # One step.
 
@@ -151,8 +153,8 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
                 "torchft expected a quorum that heals replicas which return, found allow_heal=False. Use DiLoCo and "
                 "LocalSGD with a model that is not attached."
             )
-        self._attached.check_replicated()
-        self._attached.forget_gradients()
+        self._replica.check()
+        self._replica.forget_gradients()
         self._scale = self._attached.loss_scale_state()
         before = self.state_dict()
         self._transfer.begin()
@@ -167,14 +169,14 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """Like torchft's; if the step does not count, its gradients are dropped."""
-        self._attached.finish_gradients()
+        self._attached.session.runtime.due()
         self._begun = False
         with _answers("should_commit"):
             commit = super().should_commit(timeout)
         if commit:
             self._history ^= self._drawn
         else:
-            self._attached.forget_gradients()
+            self._replica.forget_gradients()
             self._attached.load_loss_scale_state(self._scale)
         return bool(commit)
 
@@ -189,7 +191,7 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
         arriving, asked = transfer.arriving, transfer.asked
         failed = self.errored() is not None
         problem = transfer.refused
-        agreed = self._attached.largest(
+        agreed = self._replica.largest(
             "quorum", [failed, arriving is not None, arriving is None, self._torn, problem is not None]
         )
         some_failed, some_heal, some_keep, torn, refused = map(bool, agreed)
@@ -206,7 +208,7 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
             return False
         if arriving is not None:
             try:
-                self._attached.take_state(self._steps, arriving.where, arriving.header, arriving.ask)
+                self._replica.take_state(arriving.where, arriving.header, arriving.ask)
             except PeerLostError as error:
                 self._give_up(before, str(error))
                 return False
@@ -226,7 +228,7 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
         if torn:
             return CheckpointError("an incomplete state, whose own peer died during the transfer")
         try:
-            return self._attached.offered_state(self._steps, beside)
+            return self._replica.offered_state(beside)
         except CheckpointError as error:
             # The one who returns shall know why; those who live go on.
             return error
@@ -244,20 +246,20 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
     def _compare(self) -> None:
         """All replicas are the same run at the same step, and once one has joined, of the same values.  Collective over all."""
         if not self._compared:
-            self._attached.run_together(self._check_plain)
-            self._attached.meet_optimizers(self._steps)
+            self._replica.run_together(self._check_plain)
+            self._replica.meet_optimizers()
         self._drawn = secrets.randbits(62)
         if self.num_participants() == 1:
             self._compared = True
             return
-        facts = _number(self._attached.replica_facts(self._steps))
+        facts = _number(self._replica.facts())
         found, joins, apart = self._agreed([facts, self.current_step()], _Found.OTHER_RUN)
         if found is _Found.SAME and apart:
-            digest = self._attached.offered_state(self._steps, {}).digest()
+            digest = self._replica.offered_state({}).digest()
             found, _, _ = self._agreed([_number(digest)], _Found.OTHER_VALUES)
             if found is _Found.SAME:
                 self._compared = True
-                self._history, self._counted = self._drawn, self._attached.steps_taken
+                self._history, self._counted = self._drawn, self._attached.session.steps.count
         if found is _Found.SAME:
             return
         if found is _Found.LOST or (self._compared and joins):
@@ -284,7 +286,7 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
     def _agreed(self, numbers: Sequence[int], otherwise: _Found) -> tuple[_Found, bool, bool]:
         """Whether all ranks at this place of all replicas have these numbers, and all ranks of this replica found so; whether
         a replica joins; and whether one does, or replicas have not made the same steps: see Note [Histories]."""
-        made = self._history + self._attached.steps_taken - self._counted
+        made = self._history + self._attached.session.steps.count - self._counted
         mine = [*numbers, made]
         numbers = [*mine, *(-number for number in mine), int(not self._compared), self._drawn]
         seen = torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -292,7 +294,7 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
         high, low = seen[: len(mine)].tolist(), (-seen[len(mine) : -2]).tolist()
         found = _Found.LOST if lost else _Found.SAME if high[:-1] == low[:-1] else otherwise
         joins, self._drawn = int(seen[-2]), int(seen[-1])
-        worst, joins, apart = self._attached.largest("compare replicas", [int(found), joins, int(high[-1] != low[-1])])
+        worst, joins, apart = self._replica.largest("compare replicas", [int(found), joins, int(high[-1] != low[-1])])
         return _Found(worst), bool(joins), bool(joins or apart)
 
     def largest_of_replicas(self, values: Tensor) -> bool:
@@ -307,7 +309,7 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
     def _check_plain(self) -> None:
         """Refuse at once what a replica that returns could not be handed."""
         for state_dict in self._beside.values():
-            self._attached.check_handed_on(state_dict())
+            Packer().pack(state_dict(), "the state that goes with the model")
 
 
 class _Sum:

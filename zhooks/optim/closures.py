@@ -1,7 +1,7 @@
 """Closures of optimizers that decide by the loss: all ranks are given one value, that of the loss the gradients are of.
 
-``attach.py`` makes it; the step pipeline calls it before every step.  It never calls a closure itself, and leaves those alone
-whose optimizer could do without.
+``session/open.py`` makes it; the step pipeline calls it before every step.  It never calls a closure itself, and leaves those
+alone whose optimizer could do without.
 
 Note: [One value]
     Ranks have other batches, so their closures return other losses, while gradients are averaged (or summed) over the ranks.

@@ -1,6 +1,6 @@
 """The optimizers of one attachment: which there are, in an order that is the same on every rank.
 
-``attach.py`` opens one an attachment and asks it wherever something is done with optimizer states.  It looks through the
+There is one for each attachment, which is asked wherever something is done with optimizer states.  It looks through the
 interpreter's objects only in verbs that are rare, keeps no optimizer alive and never steps one.
 
 Note: [Known on every rank]

@@ -1,7 +1,7 @@
 """What happens around every optimizer's step: one pre- and one post-hook of torch's an attachment, and who is called in them.
 
-``attach.py`` says who is called, in which order.  Whether an optimizer holds parameters of the attachment is found out once,
-before and after a step, here.
+``session/open.py`` says who is called, in which order.  Whether an optimizer holds parameters of the attachment is found out
+once, before and after a step, here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How many optimizer steps an attachment has behind it, and whether one, or another change of its values, is under way.
 
-``attachment/recovery.py`` compares it over the ranks when they have not met: a run can go on where all stand before the same
+``resilience/recovery.py`` compares it over the ranks when they have not met: a run can go on where all stand before the same
 step; errors of ``report/`` say the step's number.  The step pipeline calls it; it changes nothing.
 """
 

@@ -1,6 +1,6 @@
 """How much memory the pool keeps, idle or reserved ahead in an arena: from layouts, schedule and budget.
 
-``plan.py`` asks what the shards take, ``attach.py`` what the rest does once a model is built; ``device_budget.py`` asks what an
+``plan.py`` asks what the shards take, the session what the rest does once a model is built; ``device_budget.py`` asks what an
 arena costs beside the bytes it holds.  Sizes only: it never takes a range.
 
 Note: [What is planned]

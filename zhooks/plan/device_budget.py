@@ -90,7 +90,7 @@ class DeviceBudget(FirstSteps):
         units: the attachment's own list.
         keep_within: called with what is left for gathered units once an optimizer that was not foreseen is counted.
         headroom: what the bound left before anything was built.
-        ignored: parameters that stay whole on the device.
+        ignored: what of the model stays whole.
     """
 
     def __init__(
@@ -100,10 +100,11 @@ class DeviceBudget(FirstSteps):
         policy: Policy,
         headroom: Headroom,
         keep_within: Callable[[int | None], None],
-        ignored: Sequence[Whole] = (),
+        ignored: Ignored,
+        device: torch.device,
     ) -> None:
         super().__init__(units)
-        self._ignored = ignored
+        self._ignored, self._device = ignored, device
         self._comm, self._keep_within = comm, keep_within
         self._policy, self._limit = policy, headroom.limit
         # Their states could not be foreseen: they count after their first step.
@@ -128,7 +129,8 @@ class DeviceBudget(FirstSteps):
         limit = _limit(policy, device, comm)
         if limit is None:
             return Headroom(None, None)
-        return _headroom(limit, policy, units, {*self._counted, *optimizers}, comm, self._ignored, " Nothing has been changed.")
+        whole = ignored_here(self._ignored, self._device)
+        return _headroom(limit, policy, units, {*self._counted, *optimizers}, comm, whole, " Nothing has been changed.")
 
     def change(self, policy: Policy, headroom: Headroom) -> None:
         """Another policy, between steps, under which ``admit`` has found this."""
@@ -163,7 +165,8 @@ class DeviceBudget(FirstSteps):
         """What is left beside ``units``, or as they are laid out now."""
         assert self._limit is not None
         plans = [unit.plan for unit in self._units] if units is None else units
-        return _headroom(self._limit, self._policy, plans, optimizers, self._comm, self._ignored, after)
+        whole = ignored_here(self._ignored, self._device)
+        return _headroom(self._limit, self._policy, plans, optimizers, self._comm, whole, after)
 
     @property
     def _bounded(self) -> bool:

@@ -1,7 +1,7 @@
 """Sorts the parameters of each unit into flats, and lays those out over the ranks: integers, before any tensor is made.
 
-``plan.py`` asks at attach, ``attach.py`` again when a policy changed or parameters were frozen or unfrozen.  Pure: every rank
-comes to the same, and nothing is allocated.
+``plan.py`` asks at attach, ``live/change.py`` again when a policy changed or parameters were frozen or unfrozen.  Pure: every
+rank comes to the same, and nothing is allocated.
 """
 
 from __future__ import annotations

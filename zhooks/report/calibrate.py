@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +22,13 @@ from offload.policy import Policy
 from offload.text import shown
 from zhooks.comm import CONTROL, Call, Comm
 from zhooks.grad import Reducer
-from zhooks.layout import flats_of, part_of
+from zhooks.layout import part_of
 from zhooks.report.propose_dtypes import BINS, LOWEST, Base, Proposal, Ranges, propose
 from zhooks.run import Runtime, watch
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, Unit
 
-__all__ = ["Calibrated", "Calibration", "Meter", "Subject", "calibrating"]
+__all__ = ["Calibration", "Meter", "calibrating"]
 
 _SAMPLE = 1 << 14
 _ROWS = 256
@@ -188,27 +186,26 @@ def _spaced(values: Tensor, most: int) -> Tensor:
     return values[:: max(1, values.shape[0] // most)]
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What is measured: the model, and what is attached to it."""
-
-    model: nn.Module
-    units: Sequence[Unit]
-    comm: Comm
-    reducer: Reducer
-    policy: Policy
-
-
 @contextmanager
-def calibrating(subject: Subject, prefer: Base, loss_scale: float | None) -> Iterator[Calibration]:
+def calibrating(
+    model: nn.Module,
+    units: Sequence[Unit],
+    comm: Comm,
+    runtime: Runtime,
+    policy: Policy,
+    prefer: Base,
+    loss_scale: float | None,
+) -> Iterator[Calibration]:
     """Measure inside the block, and propose at its end.  Collective; see ``Attachment.calibrate``."""
-    _check(subject, prefer, loss_scale)
-    meter, calibration, reducer, ranks = Meter(subject.units), Calibration(), subject.reducer, subject.comm.stage
-    handles = watch(subject.model, subject.units, meter)
+    runtime.finish_backward()
+    _check(units, runtime.reducer, policy, prefer, loss_scale)
+    meter, calibration, ranks = Meter(units), Calibration(), comm.stage
+    handles = watch(model, units, meter)
     try:
         # Compiled code was made without the hooks inside units, and does not look for new ones.
-        with torch.compiler.set_stance("force_eager"), reducer.measuring(meter):
+        with torch.compiler.set_stance("force_eager"), runtime.reducer.measuring(meter):
             yield calibration
+            runtime.finish_backward()
     finally:
         while handles:
             handles.pop().remove()
@@ -223,57 +220,20 @@ def calibrating(subject: Subject, prefer: Base, loss_scale: float | None) -> Ite
     calibration.end(propose(meter.ranges(), prefer, loss_scale, backwards))
 
 
-class Calibrated:
-    """``Attachment.calibrate``."""
-
-    model: nn.Module
-    policy: Policy
-    _units: list[Unit]
-    _comm: Comm
-    _runtime: Runtime
-
-    def _check_attached(self, verb: str) -> None:
-        """Raise AttachError once the model is detached."""
-        raise NotImplementedError
-
-    @contextmanager
-    def calibrate(
-        self, *, prefer: Literal["bf16", "fp16"] = "bf16", loss_scale: float | None = None
-    ) -> Iterator[Calibration]:
-        """Measure a few ordinary steps inside the block and suggest a dtype for each unit.  Collective.
-
-        Print the result for the reasons; ``.proposal.toml()`` and ``.proposal.values()`` are policies.
-
-        Args:
-            prefer: the dtype that units should compute in if they can; fp32 is proposed for the others.
-            loss_scale: the scale at which fp16 is judged; None takes the largest one that the largest gradient allows.
-        Yields:
-            The calibration; it has a proposal once the block has ended.
-        Raises:
-            ShardedOpError: units do not compute in fp32, the policy updates in backward, or no backward was seen.
-        """
-        self._check_attached("calibrate")
-        self._runtime.finish_backward()
-        subject = Subject(self.model, self._units, self._comm, self._runtime.reducer, self.policy)
-        with calibrating(subject, prefer, loss_scale) as calibration:
-            yield calibration
-            self._runtime.finish_backward()
-
-
-def _check(subject: Subject, prefer: str, loss_scale: float | None) -> None:
+def _check(units: Sequence[Unit], reducer: Reducer, policy: Policy, prefer: str, loss_scale: float | None) -> None:
     scaled = isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool) and 0 < loss_scale < float("inf")
     if not isinstance(prefer, str) or prefer not in ("bf16", "fp16") or not (loss_scale is None or scaled):
         raise ShardedOpError(
             f'calibrate expected prefer "bf16" or "fp16" and a positive loss_scale or None, found {shown(prefer)} and '
             f"{shown(loss_scale)}. Name one of the two, and leave the scale out if in doubt."
         )
-    if subject.policy.optimizer.overlap or subject.reducer.measured:
-        found = "[optimizer] overlap = true" if subject.policy.optimizer.overlap else "another calibration that is open"
+    if policy.optimizer.overlap or reducer.measured:
+        found = "[optimizer] overlap = true" if policy.optimizer.overlap else "another calibration that is open"
         raise ShardedOpError(
             f"calibrate expected gradients that stay until the step, and one calibration at a time, found {found}. apply() a "
             "policy without overlap, or end the other block first."
         )
-    for flat in [flat for flat in flats_of(subject.units) if flat.kind.compute.is_floating_point]:
+    for flat in [flat for unit in units for flat in unit.flats if flat.kind.compute.is_floating_point]:
         if flat.kind.compute is not torch.float32:
             found = str(flat.kind.compute).removeprefix("torch.")
             raise ShardedOpError(

@@ -1,7 +1,7 @@
 """Norms of the gradients that parameters have: of each unit, and of all of them, by one small all-reduce.
 
-``attach.py`` offers it as ``Attachment.grad_norms``, and ``noise_scale.py`` squares gradients with it.  It reads what a clip
-would read and never changes, scales or keeps a gradient.
+``Attachment.grad_norms`` calls it, and ``noise_scale.py`` squares gradients with it.  It reads what a clip would read, and
+never changes, scales or keeps a gradient.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from offload.errors import ShardedOpError, ZhooksError
+from offload.policy import Policy
 from offload.text import counted
 from zhooks.comm import CONTROL, Call, Comm, norms_of_runs
 from zhooks.layout import TP
+from zhooks.run import Runtime
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, Unit
 
@@ -35,13 +37,14 @@ class GradNorms:
     units: dict[str, float]
 
 
-def gradient_norms(units: Sequence[Unit], comm: Comm) -> GradNorms:
-    """The norms of what is in ``.grad`` now, the same on every rank of the attached model.  Collective.
-
-    Raises:
-        ShardedOpError: a ``.grad`` was replaced by a plain tensor, on any rank.
-        TierError: a tier cannot be read.
-    """
+def gradient_norms(units: Sequence[Unit], comm: Comm, runtime: Runtime, policy: Policy) -> GradNorms:
+    """See ``Attachment.grad_norms``.  Collective."""
+    if policy.optimizer.overlap:
+        raise ShardedOpError(
+            "grad_norms expected gradients that stay until the step, found [optimizer] overlap = true, which updates in "
+            "backward and drops them. apply() a policy without overlap."
+        )
+    runtime.due()
     problem: Exception | None = None
     try:
         summed = squares(units, comm)

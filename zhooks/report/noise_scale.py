@@ -1,6 +1,6 @@
 """The gradient noise scale, from gradients before and after their reduction: how large a batch is still worth its samples.
 
-``attach.py`` offers it as ``Attachment.noise_scale``; ``grad/reduce.py`` shows what is sent and what has come back, as long as
+``Attachment.noise_scale`` returns it; ``grad/reduce.py`` shows what is sent and what has come back, as long as
 a handle is open.  It reads gradients, never changes one, and costs one exchange of five numbers a reduction.
 
 Note: [The estimate]
@@ -26,17 +26,21 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zhooks.comm import CONTROL, Call, Comm
+from offload.errors import CapabilityError, ShardedOpError
+from offload.policy import Policy
+from offload.text import shown
+from zhooks.comm import CONTROL, Call, Comm, ControlPlane
 from zhooks.grad import Probe, Reducer, Sent
 from zhooks.layout import flats_of
 from zhooks.optim import holds, watch_steps
 from zhooks.report.grad_norms import square, squares
+from zhooks.run import Runtime
 from zhooks.unit import Flat, Unit
 
-__all__ = ["Averages", "NoiseEstimate", "NoiseScale", "Pair", "probing"]
+__all__ = ["Averages", "NoiseEstimate", "NoiseScale", "Pair", "measure_noise"]
 
 _numbers = count()
 #: A trace holds no larger number of a sample.
@@ -159,12 +163,50 @@ class NoiseScale:
         self.close()
 
 
-def probing(units: Sequence[Unit], comm: Comm, reducer: Reducer, name: str, batch_size: int, decay: float) -> NoiseScale:
-    """Measure from the next backward on; what was checked is known to hold on every rank."""
-    averages = Averages(decay)
+def measure_noise(
+    model: nn.Module, units: Sequence[Unit], comm: Comm, runtime: Runtime, policy: Policy, batch_size: int, decay: float
+) -> NoiseScale:
+    """See ``Attachment.noise_scale``: measures from the next backward on.  Collective."""
+    runtime.finish_backward()
+    reducer, ranks = runtime.reducer, ControlPlane(comm.stage, "noise_scale")
+    with ranks.all_or_none():
+        _check(comm, reducer, policy, batch_size, decay)
+    problem = ranks.differ({"noise_scale": {"batch_size": str(batch_size), "decay": repr(decay)}})
+    if problem:
+        raise ShardedOpError(problem)
+    averages = Averages(float(decay))
     alone = comm.world.axis.world == 1
     made = PassesProbe(units, comm, reducer, batch_size, averages) if alone else RanksProbe(comm, reducer, batch_size, averages)
-    return NoiseScale(made, reducer, name, comm.world.axis.world)
+    return NoiseScale(made, reducer, type(model).__name__, comm.world.axis.world)
+
+
+def _check(comm: Comm, reducer: Reducer, policy: Policy, batch_size: int, decay: float) -> None:
+    whole = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size > 0
+    share = isinstance(decay, (int, float)) and not isinstance(decay, bool) and 0 < decay <= 1
+    if not whole or not share:
+        raise ShardedOpError(
+            f"noise_scale expected a batch_size of at least 1 and a decay above 0 and at most 1, found "
+            f"{shown(batch_size)} and {shown(decay)}. Pass the number of samples in one rank's backward pass."
+        )
+    if comm.tp.axis.world > 1 or comm.pp.axis.world > 1:
+        raise CapabilityError(
+            "noise_scale expected ranks that all compute gradients of the whole model, found a mesh with tp or pp. "
+            "Measure on a mesh of only data ranks."
+        )
+    if policy.optimizer.overlap and comm.world.axis.world == 1:
+        raise CapabilityError(
+            "noise_scale expected several ranks, or several backward passes per step, found one rank and [optimizer] "
+            "overlap = true, which allows one pass. Set overlap = false."
+        )
+    if reducer.replicas.jobs:
+        raise CapabilityError(
+            "noise_scale expected a mean over the ranks of the mesh, found one over replicas that are separate jobs. "
+            "Measure without them."
+        )
+    if reducer.probe is not None:
+        raise ShardedOpError(
+            "noise_scale expected one measurement at a time, found another handle that is open. Close that one first."
+        )
 
 
 def _held_back(reducer: Reducer) -> bool:

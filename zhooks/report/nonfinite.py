@@ -1,6 +1,6 @@
 """Where an inf or a nan came up first: on which rank, and whether in a parameter, in what a unit made, or in a gradient.
 
-``attach.py`` opens one an attachment; ``run/hooks.py`` shows it what units make, the reductions what they send, the step
+``session/open.py`` opens one an attachment; ``run/hooks.py`` shows it what units make, the reductions what they send, the step
 pipeline every step.  It never changes a value.
 
 Note: [Judged at the step]

@@ -1,7 +1,7 @@
 """What observers get: the handle that ``Attachment.observe`` returns, and what is held already when one begins to listen.
 
-``attach.py`` gives ``state_held`` to the bus, which calls it for each new observer; what changes afterwards is emitted where it
-changes.  It reads storages, allocates nothing and never communicates; what lies on tiers the store's account emits.
+The bus calls ``state_held`` of the session for each new observer; what changes afterwards is emitted where it changes.  It
+reads storages, allocates nothing and never communicates; what lies on tiers the store's account emits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from offload.errors import AttachError
 from offload.events import Bus, Observer
 from offload.policy import Policy
 from offload.store import Store
@@ -29,6 +30,11 @@ class Observation:
     """An observer that listens; ``close()`` or leaving the ``with`` block ends it."""
 
     def __init__(self, bus: Bus, observer: Observer) -> None:
+        if not callable(getattr(observer, "on_event", None)):
+            raise AttachError(
+                f"observe expected an observer with a method on_event(event), found {type(observer).__name__}. Pass a "
+                "Recorder, or your own object with this method."
+            )
         self._bus, self.observer, self._open = bus, observer, True
         start = getattr(observer, "start", None)
         if start is not None:

@@ -1,6 +1,6 @@
 """Whether ranks that hold the same masters and optimizer states still do: checksums, compared every so many steps.
 
-``ReplicaChecks`` is one of ``attachment.WATCHES``.  What differs (a device that computes or keeps wrongly, values changed on
+``ReplicaChecks`` is one of ``session.WATCHES``.  What differs (a device that computes or keeps wrongly, values changed on
 one rank alone) is named by buffer, parameter and rank.  It never changes or moves a value.
 
 Note: [What is compared]
@@ -25,9 +25,8 @@ from offload.errors import DivergenceError
 from offload.policy import Policy
 from offload.shards import digest
 from offload.virtual import NAME
-from zhooks.attachment import Watched
 from zhooks.comm import CONTROL, Call, Transport, text_digest
-from zhooks.layout import flats_of
+from zhooks.session import Session
 from zhooks.tensor import ShardedTensor, hash_of
 from zhooks.unit import Flat
 
@@ -39,11 +38,10 @@ _TRAINED = -1
 
 
 class ReplicaChecks:
-    """[resilience] check_every, for one attachment."""
+    """[resilience] check_every, for one session."""
 
-    def __init__(self, watched: Watched) -> None:
-        self._comm, self._bus, self._units, self._steps = watched.comm, watched.bus, watched.units, watched.steps
-        self._optimizers, self._ignored = watched.optimizers, watched.ignored
+    def __init__(self, session: Session) -> None:
+        self._session, self._comm, self._ignored = session, session.comm, session.ignored
         #: Frozen ones that were equal on all ranks; None before the first comparison.
         self._frozen: frozenset[str] | None = None
         self._checked, self._equal, self._asked = 0, 0, False
@@ -58,24 +56,23 @@ class ReplicaChecks:
         Raises:
             DivergenceError: ranks that should hold the same do not; on every rank, and nothing has been changed.
         """
-        every, now = policy.resilience.check_every, self._steps.number
+        every, now = policy.resilience.check_every, self._session.steps.number
         if every is None or (now - self._checked < every and not self._asked):
             return
         self._checked, self._asked = now, False
-        here = flats_of(self._units)
+        here = list(self._session.flats())
         flats = [flat for flat in here if flat.layout.padded and self._axis(flat).axis.world > 1]
         # Simulated tensors have no values.
         if not (flats or self._ignored.params) or any(flat.kind.device.type == NAME for flat in here):
             return
         if flats:
-            optimizers = self._optimizers("compare replicas")
+            optimizers = self._session.optimizers.agreed("compare replicas")
             digests = [_number(values(flat, optimizers)) for flat in flats]
             if not self._alike(flats, digests):
                 raise DivergenceError(self._words(flats, digests, optimizers))
         self._compare_ignored()
         self._equal = now
-        if self._bus.active:
-            self._bus.instant("replicas compared", f"step {now}")
+        self._session.bus.instant("replicas compared", f"step {now}")
 
     def meet_again(self) -> None:
         """Ranks may have compared at different passes: all do at the next one."""
@@ -172,7 +169,7 @@ class ReplicaChecks:
         found = ", ".join(f"{one:014x} on rank {ranks[rank]}" for rank, one in zip(group, held, strict=True))
         known = f"last equal at step {self._equal}" if self._equal else "not compared since the attach or the last load"
         return (
-            f"The replicas' values differ at step {self._steps.number}. Expected the same on ranks "
+            f"The replicas' values differ at step {self._session.steps.number}. Expected the same on ranks "
             f"{', '.join(str(ranks[rank]) for rank in group)}, found that {what} differs on {who}; {known}. Suspect that "
             "machine's memory or device, or code that changes values on only some ranks; load a checkpoint of that step or an "
             f"earlier one. (Checksums: {found}.)"

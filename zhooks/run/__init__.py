@@ -7,7 +7,6 @@ from zhooks.run.islands import Map, chart
 from zhooks.run.join import batches
 from zhooks.run.members import Members, wrapper
 from zhooks.run.paths import Paths
-from zhooks.run.preemption import Preemption, checked_signals
 from zhooks.run.runtime import Runtime, forget_idle_graphs
 from zhooks.run.schedule import Choices, keep_gathered
 
@@ -19,11 +18,9 @@ __all__ = [
     "Map",
     "Members",
     "Paths",
-    "Preemption",
     "Runtime",
     "batches",
     "chart",
-    "checked_signals",
     "forget_idle_graphs",
     "install",
     "keep_gathered",

@@ -1,6 +1,6 @@
 """Installs and removes the module hooks that tell the runtime when units are used; decides nothing.
 
-``attach.py`` installs once.  Hooks are objects of their own class so that a deep copy of the model (an EMA) carries inert
+``session/open.py`` installs once.  Hooks are objects of their own class so that a deep copy of the model (an EMA) carries inert
 ones; they never replace a ``forward`` and never touch a parameter but through the runtime.
 """
 

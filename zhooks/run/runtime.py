@@ -493,6 +493,16 @@ class Runtime(Engine):
                 self.reducer.reduce_owed()
 
     @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """Backward passes inside add up unreduced, if the policy does not shard gradients."""
+        self.finish_backward()
+        with self.reducer.unsynced():
+            try:
+                yield
+            finally:
+                self.finish_backward()
+
+    @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Backward passes inside add up; where all went well the end of the block needs the sum."""
         self.finish_backward()
@@ -566,6 +576,14 @@ class Runtime(Engine):
         self.forget_idle_graphs()
         self.take(self._units)
         return lost
+
+    def payload(self) -> int | None:
+        """See ``Attachment.payload``."""
+        gathers = self.paths.gathers()
+        if gathers is None:
+            return None
+        moved = sum(flat.moved_nbytes for number in gathers for flat in self._units[number].flats)
+        return moved + self.reducer.payload() + self.saved.partition.payload
 
     # The sharded tensor.
 

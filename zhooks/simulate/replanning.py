@@ -1,8 +1,7 @@
 """The second look at ``attach(policy="auto")``: after three steps, what the choice came to, and another one where it was off.
 
-``attach.py`` opens one where the policy was chosen, and the runtime tells it of each training pass that begins.  It changes
-only where states are kept and when units are gathered, which no value of training depends on; how that is done is the
-attachment's.
+A session has one among its watches where the policy was chosen.  It changes only where states are kept and when units are
+gathered, which no value of training depends on; ``live`` does it.
 
 Note: [What was measured]
     The device's own count says what was used at the most since the process began: no less than what the steps needed, but it
@@ -30,11 +29,12 @@ from offload.policy import Policy
 from offload.text import as_size
 from offload.tier import Tier
 from zhooks import tree
-from zhooks.attachment import Chosen, Running
 from zhooks.comm import Comm, ControlPlane
 from zhooks.layout import FLATS
+from zhooks.live import go_over
 from zhooks.optim import closure_of, holds, watch_steps
 from zhooks.plan import Request
+from zhooks.session import Chosen, Session
 from zhooks.simulate.automatic import Choice, choose, held, moved, on_this_machine
 from zhooks.simulate.axes import Candidate, candidates
 from zhooks.simulate.best_first import Limits, Memory
@@ -89,8 +89,8 @@ def chosen_for(request: Request, comm: Comm) -> Chosen:
 class Replanning:
     """Of one attachment."""
 
-    def __init__(self, choice: Choice, running: Running) -> None:
-        self._choice, self._comm, self._bus, self._running = choice, running.comm, running.bus, running
+    def __init__(self, choice: Choice, session: Session) -> None:
+        self._choice, self._comm, self._bus, self._session = choice, session.comm, session.bus, session
         self._seam = open_device(choice.request.device)
         self._steps, self._stepped, self._highest, self._over = 0, False, 0, False
         self._closures = False
@@ -144,19 +144,24 @@ class Replanning:
         if self._steps < _STEPS:
             return
         with torch.inference_mode(False), torch.no_grad():
-            mine = _NEVER if self._closures else _NOW if self._running.quiet() else _LATER
+            mine = _NEVER if self._closures else _NOW if self._session.runtime.quiet else _LATER
             ready = ControlPlane(self._comm.stage, "plan again").least(mine)
             if ready == _NOW:
                 self._plan_again()
             elif ready == _NEVER:
                 # This pass may be the closure's own, inside a step; and steps over tiers take none.
                 self.close()
-                self._running.tell(
+                self._tell(
                     f"{self._said} not checked: its optimizer is stepped with a closure, which tiers do not allow."
                 )
             elif self._steps >= _LAST:
                 self.close()
-                self._running.tell(f"{self._said} not checked: each training pass began before the backward of another.")
+                self._tell(f"{self._said} not checked: each training pass began before the backward of another.")
+
+    def _tell(self, why: str) -> None:
+        """``describe()`` and observers say what came of it."""
+        self._session.why = f"{self._session.why}\n{why}"
+        self._bus.instant("policy replanned", why)
 
     @property
     def _said(self) -> str:
@@ -171,21 +176,21 @@ class Replanning:
             # Of what is taken, the rank that takes most.
             taken = [-(ranks.least(-nbytes) or 0) for nbytes in (mine.least, mine.most)]
             there = [ranks.least(nbytes) or 0 for nbytes in (mine.there, mine.free, mine.host, mine.disk)]
-            known = self._running.optimizers()
+            known = self._session.optimizers.agreed("plan again")
             with ranks.all_or_none():
                 decision = decide(self._choice, self._needs(known), _Measured(taken[0], taken[1], *there))
             # States that one rank owns whole count there alone: all do what the first has found.
             named = ranks.on_first(lambda: [str(decision.candidate or ""), decision.why])
         except Exception as error:
             # Of whatever kind: the others, whom it was told, go on training, and wait for this rank.
-            self._running.tell(f"{self._said} not checked: {error}")
+            self._tell(f"{self._said} not checked: {error}")
             return
         finally:
             self.close()
         chosen = next((each for each in _listed(self._choice) if str(each) == named[0]), None)
-        failed = "" if chosen is None else self._running.change(chosen.policy(self._choice.base))
+        failed = "" if chosen is None else go_over(self._session, chosen.policy(self._choice.base))
         undone = f" The change failed and was undone: {failed}" if failed else ""
-        self._running.tell(f"{self._said} {named[1]}{undone}")
+        self._tell(f"{self._said} {named[1]}{undone}")
 
     def _measured(self) -> _Measured:
         choice, (now, most) = self._choice, self._seam.used()
@@ -195,8 +200,8 @@ class Replanning:
             max(self._highest, now, most) - choice.before,
             free.device + max(0, now - choice.before),
             free.device,
-            free.host + self._running.placed(Tier.HOST),
-            free.disk + self._running.placed(Tier.DISK),
+            free.host + self._session.tiers.placed(Tier.HOST),
+            free.disk + self._session.tiers.placed(Tier.DISK),
         )
 
     def _needs(self, optimizers: Sequence[Optimizer]) -> Needs:

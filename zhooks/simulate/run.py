@@ -26,8 +26,9 @@ from offload.hardware import Hardware
 from offload.policy import Policy
 from offload.text import as_dollars, as_duration, as_size
 from offload.virtual import ACCELERATOR, HOST, Machine, Race, Races
-from zhooks.attach import Attachment, abandon, attach
+from zhooks.attach import Attachment, attach
 from zhooks.compiled import kernels_refused
+from zhooks.session import abandon
 from zhooks.simulate.arrangement import Arrangement, built, is_count
 from zhooks.simulate.calls import program_calls
 from zhooks.simulate.costs import HardwareCosts
@@ -304,7 +305,7 @@ def run_rank(job: Job, machine: Machine, costs: HardwareCosts, begins: Callable[
             raise
         if not job.check_races:
             for attachment in attachments:
-                abandon(attachment)
+                abandon(attachment.session)
             return result
         # The way back uses memory, too, and what is freed after it may have been in use.
         for attachment in attachments:
@@ -312,7 +313,7 @@ def run_rank(job: Job, machine: Machine, costs: HardwareCosts, begins: Callable[
                 attachment.detach()
             except SimulationError:
                 # States that one rank owns whole go through the real host on their way.
-                abandon(attachment)
+                abandon(attachment.session)
         attachments.clear()
         del model, made, attachment
         gc.collect()

@@ -560,7 +560,7 @@ def test_the_model_is_walked_as_often_however_many_units_it_has(meta: bool) -> N
         with torch.device("meta" if meta else "cpu"):
             model = CountedWalks(*[nn.Linear(4, 4) for _ in range(layers)])
         attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}})
-        assert len(attachment._units) == layers
+        assert len(attachment.session.units) == layers
         attached, model.walks = model.walks, 0
         for layer in model:
             layer.requires_grad_(False)

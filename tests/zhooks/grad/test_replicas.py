@@ -13,6 +13,7 @@ import zhooks
 from offload.work import DONE, Work
 from tests.support.values import copies
 from zhooks.comm import Call
+from zhooks.resilience import Replica
 
 
 class Alike:
@@ -52,11 +53,12 @@ def test_a_mean_is_over_all_replicas_and_a_sum_is_their_sum(count: int, reduce: 
     model, expected = net(), backward(net())
     attachment = zhooks.attach(model, policy={"gradient": {"reduce": reduce}, "units": {"min_numel": 0}})
     replicas = Alike(count)
-    attachment.reduce_over(replicas)
+    replica = Replica(attachment.session, ())
+    replica.reduce_over(replicas)
     wanted = expected if reduce == "mean" else [count * grad for grad in expected]
     torch.testing.assert_close(backward(model), wanted)
     assert replicas.sums == 2, "a sum for each unit"
-    attachment.reduce_over(None)
+    replica.reduce_over(None)
     torch.testing.assert_close(backward(model), expected)
     assert replicas.sums == 2
     attachment.detach()
@@ -66,7 +68,7 @@ def test_sums_that_are_held_back_go_over_replicas_once_with_what_was_added_up() 
     model, expected = net(), backward(net())
     attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}})
     replicas = Alike(3)
-    attachment.reduce_over(replicas)
+    Replica(attachment.session, ()).reduce_over(replicas)
     with attachment.accumulate():
         for _ in range(2):
             model(torch.linspace(-1, 1, 8).view(2, 4)).square().mean().backward()
@@ -79,7 +81,7 @@ def test_sums_that_are_held_back_go_over_replicas_once_with_what_was_added_up() 
 def test_what_autograd_grad_returns_is_a_mean_over_replicas_too() -> None:
     model, expected = net(), backward(net())
     attachment = zhooks.attach(model)
-    attachment.reduce_over(Alike(3))
+    Replica(attachment.session, ()).reduce_over(Alike(3))
     loss = model(torch.linspace(-1, 1, 8).view(2, 4)).square().mean()
     torch.testing.assert_close(copies(torch.autograd.grad(loss, list(model.parameters()))), expected)
     attachment.detach()

@@ -62,7 +62,7 @@ def policy_run(lose: Callable[[int, int], float] = lambda number, rank: 1.0, **m
         schedule.step()
         scales.append(attachment.loss_scale)
     steps = [float(optimizer.state[p]["step"]) for p in model.parameters()]
-    assert attachment.steps_taken == STEPS, "a step that was skipped has been taken"
+    assert attachment.session.steps.count == STEPS, "a step that was skipped has been taken"
     out = scales, copies(model.parameters()), steps, attachment.overflows
     attachment.detach()
     return out

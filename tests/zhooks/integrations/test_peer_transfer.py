@@ -22,6 +22,7 @@ from tests.support.waiting import soon
 pytest.importorskip("torchft", reason="pip install '.[torchft]'")
 
 from zhooks.integrations.peer_transfer import Arriving, Asked, PeerTransfer
+from zhooks.resilience import Replica
 
 TIERED = {"stage": 3, "parameter": {"tier": "disk"}, "optimizer": {"tier": "disk"}}
 TIMEOUT = timedelta(seconds=60)
@@ -34,6 +35,7 @@ class Job:
         self.model = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.Linear(width, 8))
         self.attachment = zhooks.attach(self.model, policy=policy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.replica = Replica(self.attachment.session, [self.optimizer])
         for _ in range(steps):
             self.step(torch.randn(4, 8))
 
@@ -42,11 +44,11 @@ class Job:
         loss = self.model(batch).square().mean()
         loss.backward()
         self.optimizer.step()
-        self.attachment.forget_gradients()
+        self.replica.forget_gradients()
         return float(loss.detach())
 
     def take(self, arriving: Arriving) -> None:
-        self.attachment.take_state([self.optimizer], arriving.where, arriving.header, arriving.ask)
+        self.replica.take_state(arriving.where, arriving.header, arriving.ask)
 
 
 @contextmanager
@@ -54,7 +56,7 @@ def served(job: Job, beside: dict[str, Any], step: int = 7) -> Iterator[tuple[Ca
     """The state of ``job``, asked for by as many as call what this yields."""
     transfer = PeerTransfer("127.0.0.1", [])
     asked = Asked(1, step, beside, TIMEOUT.total_seconds())
-    state = job.attachment.offered_state([job.optimizer], beside)
+    state = job.replica.offered_state(beside)
     thread = threading.Thread(target=transfer.serve, args=(state, asked))
     thread.start()
     try:
@@ -75,7 +77,7 @@ def test_a_state_that_was_taken_over_goes_on_like_the_peers_bit_for_bit(policy: 
         assert arriving.beside == {"user": {"note": {"at": (3, "x")}}, "torchft": {"step": 7}}
         arriving.close()
     assert torch.equal(torch.get_rng_state(), random)
-    digests = [job.attachment.offered_state([job.optimizer], {}).digest() for job in (first, second)]
+    digests = [job.replica.offered_state({}).digest() for job in (first, second)]
     assert digests[0] == digests[1]
     for batch in (torch.randn(4, 8), torch.randn(4, 8)):
         assert first.step(batch) == second.step(batch)
@@ -92,13 +94,13 @@ def test_a_state_of_another_program_is_refused_by_name_and_nothing_has_changed(
     policy: dict[str, Any], width: int, named: str
 ) -> None:
     first, second = Job({"stage": 3}, steps=1), Job(policy, steps=1, width=width)
-    before = second.attachment.offered_state([second.optimizer], {}).digest()
+    before = second.replica.offered_state({}).digest()
     with served(first, {}) as (arrive, _):
         arriving = arrive()
         with pytest.raises(CheckpointError, match=named):
             second.take(arriving)
         arriving.close()
-    assert second.attachment.offered_state([second.optimizer], {}).digest() == before
+    assert second.replica.offered_state({}).digest() == before
 
 
 def test_a_peer_at_another_step_and_one_that_is_gone_are_lost_peers() -> None:

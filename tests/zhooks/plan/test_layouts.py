@@ -86,7 +86,7 @@ def test_what_is_built_has_the_sizes_that_were_planned(stage: int, param: str, t
     model = nn.Sequential(nn.Linear(24, 8), nn.Linear(8, 3, bias=False))
     policy = {"stage": stage, "units": {"min_numel": 0}, "precision": {"param": param}, "optimizer": {"tier": tier}}
     attachment = zhooks.attach(model, policy=policy)
-    for flat in [flat for unit in attachment._units for flat in unit.flats]:
+    for flat in [flat for unit in attachment.session.units for flat in unit.flats]:
         plan, own = flat.plan, flat.storage.memory
         assert (plan.keeps is Keeps.FULL) is flat.storage.in_full and plan.sharded is flat.group.sharded
         assert plan.shard_nbytes == (0 if own is None else own.nbytes)
@@ -95,7 +95,7 @@ def test_what_is_built_has_the_sizes_that_were_planned(stage: int, param: str, t
         assert owned == [flat.span(index)[1] for index in range(len(plan.names))]
     model(torch.ones(1, 24)).sum().backward()
     rows = {row.what: row.nbytes for row in attachment.memory().rows if row.tier == "device"}
-    cells = [cell for unit in attachment._units for flat in unit.plan.flats for cell in flat.footprint()]
+    cells = [cell for unit in attachment.session.units for flat in unit.plan.flats for cell in flat.footprint()]
     assert rows["gradient"] == sum(cell.nbytes for cell in cells if cell.what == "gradient")
     attachment.detach()
 

@@ -1,7 +1,7 @@
-"""Preemption: a signal that reaches some ranks becomes one answer on all, at no exchange of its own in training.
+"""Preemption: a signal that reaches some ranks becomes one answer on all, and a loop saves and ends.
 
-``attachment/preemption.py`` has one made where a loop asks for it.  The answer rides with the exchange that every backward of
-several ranks ends with.  It never saves, and raises nothing out of a handler.
+The answer travels with the exchange that every backward of several ranks ends with.  No signal is caught unless a loop has
+asked for it, and nothing is raised out of a handler.
 """
 
 from __future__ import annotations
@@ -9,20 +9,89 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
-from offload.errors import AttachError
+from offload.errors import AttachError, CheckpointError
 from offload.user_warnings import warn_user
-from zhooks.comm import CONTROL, Call, Comm
+from zhooks.comm import CONTROL, Call, Comm, ControlPlane
+from zhooks.session import Given, Session, finish_saving, save_run
 
-__all__ = ["Preemption", "checked_signals"]
+__all__ = ["catch_preemption", "exit_if_preempted", "preempted"]
 
 #: What python installs for a signal that nobody handles; there is nothing to hand on to.
 _DEFAULTS = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
+
+
+def catch_preemption(session: Session, signals: int | Iterable[int]) -> None:
+    """See ``Attachment.catch_preemption``.  Collective."""
+    session.at_rest("catch_preemption")
+    ranks, known = ControlPlane(session.comm.stage, "catch_preemption"), _caught(session)
+    with ranks.all_or_none():
+        chosen = checked_signals(signals)
+        if known is not None and known.signals != chosen:
+            raise AttachError(
+                f"catch_preemption expected the signals that are caught already, {_names(known.signals)}, "
+                f"found {_names(chosen)}. Catch all of them with the first call."
+            )
+    problem = ranks.differ({"catch_preemption": {"signals": _names(chosen)}})
+    if problem:
+        raise AttachError(problem)
+    if known is None:
+        assert session.undo is not None
+        caught, riders = Preemption(session.comm, chosen), session.runtime.reducer.riders
+        riders.append(caught)
+        session.undo.callback(riders.remove, caught)
+        session.undo.callback(caught.close)
+        caught.open()
+
+
+def preempted(session: Session) -> bool:
+    """See ``Attachment.preempted``.  Collective."""
+    caught = _caught(session.attached("preempted"))
+    if caught is None:
+        raise AttachError(
+            "preempted expected signals to catch, found none. Call attachment.catch_preemption() before the loop, "
+            "on every rank."
+        )
+    session.runtime.conclude()
+    return caught.everywhere()
+
+
+def exit_if_preempted(
+    session: Session,
+    folder: str | Path,
+    optimizer: Given,
+    objects: Mapping[str, Any] | None,
+    extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
+    keep: int | None,
+) -> None:
+    """See ``Attachment.exit_if_preempted``.  Collective."""
+    if not preempted(session):
+        return
+    try:
+        finish_saving(session, "exit_if_preempted")
+    except CheckpointError as error:
+        # It is the same on every rank of the stage, and no reason not to save now.
+        if session.comm.stage.axis.rank == 0:
+            warn_user(str(error), RuntimeWarning, this_rank=True)
+    ranks = ControlPlane(session.comm.stage, "exit_if_preempted", "extra")
+    given = ranks.run(lambda: extra() if callable(extra) else extra)
+    save_run(session, folder, optimizer, objects, given, True, keep)
+    raise SystemExit(0)
+
+
+def _caught(session: Session) -> Preemption | None:
+    """What catches signals for this session, if anything does."""
+    return next((one for one in session.runtime.reducer.riders if isinstance(one, Preemption)), None)
+
+
+def _names(signals: Sequence[signal.Signals]) -> str:
+    return " ".join(one.name for one in signals)
 
 
 def checked_signals(signals: Any) -> tuple[signal.Signals, ...]:

@@ -1,0 +1,39 @@
+"""What is attached, as data: how it is opened, saved, loaded and closed, and what plugs into it."""
+
+from __future__ import annotations
+
+from zhooks.session.open import abandon, close_session, open_session
+from zhooks.session.plug_in import CHOOSERS, WATCHES, Chosen, Watch, needed
+from zhooks.session.session import Session
+from zhooks.session.state import (
+    Given,
+    finish_saving,
+    load_full,
+    load_run,
+    name_run,
+    run_to_load,
+    run_to_save,
+    save_run,
+    take_full,
+)
+
+__all__ = [
+    "CHOOSERS",
+    "WATCHES",
+    "Chosen",
+    "Given",
+    "Session",
+    "Watch",
+    "abandon",
+    "close_session",
+    "finish_saving",
+    "load_full",
+    "load_run",
+    "name_run",
+    "needed",
+    "open_session",
+    "run_to_load",
+    "run_to_save",
+    "save_run",
+    "take_full",
+]
