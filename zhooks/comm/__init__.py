@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from offload.work import DONE, Work
 from zhooks.comm.alone import Alone
-from zhooks.comm.choose_transport import OPENERS, Comm, Opening, open_comm, open_group, reopen_comm
+from zhooks.comm.choose_transport import CHANNELS_OF, OPENERS, Comm, Opening, open_axes, open_comm, open_group, reopen_comm
 from zhooks.comm.chunks import Chunk, chunks_of, even, gather, in_order, norms_of_runs, own_ranges, read
 from zhooks.comm.control import ControlPlane, Exchange, GatherControl, text_digest
 from zhooks.comm.fetch_bytes import Move, Span, fetch
 from zhooks.comm.lost_rank import LOOK_S, SAME_ORDER, AgreedFailure, BackendWork, interrupt_group, machine
 from zhooks.comm.progress import LastInputs, Progress, by_rank
 from zhooks.comm.ranges import ScatteredBytes, Staged, bytes_of, copy, messages
-from zhooks.comm.rearrange import another_mesh, close_unused, rearranged
 from zhooks.comm.rendezvous import Facts, Meeting, meet, policy_facts
 from zhooks.comm.transport import CHANNELS, CONTROL, GATHER, OPS, REDUCE, Call, Nbytes, Transport, TwoSteps
 from zhooks.comm.users_collectives import wait_for
 
 __all__ = [
     "CHANNELS",
+    "CHANNELS_OF",
     "CONTROL",
     "DONE",
     "GATHER",
@@ -48,11 +48,9 @@ __all__ = [
     "Transport",
     "TwoSteps",
     "Work",
-    "another_mesh",
     "by_rank",
     "bytes_of",
     "chunks_of",
-    "close_unused",
     "copy",
     "even",
     "fetch",
@@ -63,12 +61,12 @@ __all__ = [
     "meet",
     "messages",
     "norms_of_runs",
+    "open_axes",
     "open_comm",
     "open_group",
     "own_ranges",
     "policy_facts",
     "read",
-    "rearranged",
     "reopen_comm",
     "text_digest",
     "wait_for",

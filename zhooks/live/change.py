@@ -19,10 +19,12 @@ from torch.optim import Optimizer
 from offload.errors import AttachError, CapabilityError, DivergenceError, PolicyError
 from offload.policy import Policy
 from zhooks.activation import check_axis
-from zhooks.build import BuildContext, Tiers, relayout_units
+from zhooks.build import BuildContext, Tiers
 from zhooks.checkpoint import check_owned, own_anew
-from zhooks.comm import Comm, ControlPlane, another_mesh, close_unused, policy_facts, rearranged
+from zhooks.comm import Comm, ControlPlane, policy_facts
 from zhooks.layout import Mesh, Table, UnitPlan
+from zhooks.live.rearrange import another_mesh, close_unused, rearranged
+from zhooks.live.relayout import relayout_units
 from zhooks.plan import Headroom, Layouts, check_change, check_ignored, check_resilience, check_scaled, shards_reserve
 from zhooks.report import warn_of_unmatched
 from zhooks.run import Choices, Map, chart

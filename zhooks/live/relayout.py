@@ -1,6 +1,6 @@
 """Lays units out anew: parameters were frozen or unfrozen, the policy changed, or the mesh.
 
-``live/change.py`` calls it between steps, with the plans that differ.  Values, gradients and optimizer states follow, one
+``change.py`` calls it between steps, with the plans that differ.  Values, gradients and optimizer states follow, one
 unit at a time, as the ranges that ranks have.  It decides nothing about layouts.
 """
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import DivergenceError
-from zhooks.build.moved_ranges import laid_down, moved, targets_of
-from zhooks.build.shard import BuildContext, flat_of
+from zhooks.build import BuildContext, flat_of
 from zhooks.comm import ControlPlane
 from zhooks.layout import UnitPlan
+from zhooks.live.moved_ranges import laid_down, moved, targets_of
 from zhooks.optim import shard_vectors, state_keys, states_of, whole_vectors
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, Unit, find_slots

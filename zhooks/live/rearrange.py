@@ -1,6 +1,6 @@
 """The transports of a living attachment over another mesh of the same ranks: what is missing is opened, the rest is kept.
 
-``live/change.py`` asks for them before anything is moved, and has those closed that nobody uses any more.  It never moves
+``change.py`` asks for them before anything is moved, and has those closed that nobody uses any more.  It never moves
 a value, and never decides which mesh.
 """
 
@@ -14,10 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from offload.errors import AttachError
 from offload.policy import Policy
 from offload.text import shown
-from zhooks.comm.alone import Alone
-from zhooks.comm.choose_transport import CHANNELS_OF, Comm, open_axes
-from zhooks.comm.rendezvous import meet
-from zhooks.comm.transport import Transport
+from zhooks.comm import CHANNELS_OF, Alone, Comm, Transport, meet, open_axes
 from zhooks.layout import Axis, Mesh, resolve
 
 __all__ = ["another_mesh", "close_unused", "rearranged"]
