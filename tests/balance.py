@@ -44,7 +44,7 @@ SECONDS: Mapping[str, float] = {
     "zhooks/grad/test_scaling.py": 6, "zprof/test_trace_bounded.py": 6, "zhooks/integrations/test_trl.py": 6,
     "zprof/test_plan.py": 6, "zprof/test_hardware.py": 6, "zhooks/checkpoint/test_full_state.py": 6, "test_ranks.py": 6,
     "zhooks/optim/test_complex.py": 6, "zprof/test_growth.py": 6, "zhooks/optim/test_rounding.py": 6,
-    "zprof/test_on_accelerator.py": 6, "zhooks/report/test_nonfinite.py": 6, "zprof/test_export_faults.py": 6,
+    "zprof/test_on_accelerator.py": 6, "zhooks/session/test_nonfinite.py": 6, "zprof/test_export_faults.py": 6,
     "zhooks/run/test_unit_casts.py": 6, "zhooks/integrations/test_peft.py": 5, "zprof/test_many_ranks.py": 5,
     "zhooks/unit/test_tiers_freezes.py": 5, "zprof/test_oom_tried.py": 5, "zprof/test_prometheus_live.py": 5,
     "zhooks/run/test_inference.py": 5, "zhooks/simulate/test_simulate.py": 5, "zprof/test_children.py": 5,

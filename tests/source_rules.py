@@ -152,8 +152,8 @@ SIMULATE = ("tools/zprof/commands/simulate.py", "tools/zprof/commands/plan.py", 
 #: From the top down: what is in a package imports from its own line and from lines below.
 ORDER = {
     "zhooks": (
-        "__init__", "integrations", "simulate cpu_transport parallel resilience live",
-        "attach", "session", "build", "plan", "report", "checkpoint", "run", "optim", "activation", "grad",
+        "__init__", "integrations", "simulate cpu_transport parallel resilience live report",
+        "attach", "session", "build", "plan", "checkpoint", "run", "optim", "activation", "grad",
         "unit", "tensor", "comm", "layout",
         "refusals tiling tree", "compiled keywords", "shadowed",
     ),

@@ -25,23 +25,11 @@ from zhooks.checkpoint import Pretrained, Saving, gathered, remove_dead_jobs, sa
 from zhooks.comm import meet, open_comm
 from zhooks.grad import ReduceHook
 from zhooks.keywords import explained, explained_methods
-from zhooks.layout import Table
 from zhooks.plan import Request, look, read
-from zhooks.report import (
-    Calibration,
-    GradNorms,
-    MemoryReport,
-    NoiseScale,
-    Observation,
-    calibrating,
-    describe,
-    gradient_norms,
-    measure_noise,
-    memory_report,
-)
 from zhooks.run import batches
 from zhooks.session import (
     CHOOSERS,
+    Observation,
     Session,
     close_session,
     load_full,
@@ -54,6 +42,7 @@ from zhooks.session import (
 from zhooks.tensor import Overflow
 
 if TYPE_CHECKING:
+    from zhooks.report import Calibration, GradNorms, MemoryReport, NoiseScale
     from zhooks.resilience import Recovery
 
 Batch = TypeVar("Batch")
@@ -577,23 +566,18 @@ class Attachment:
 
         Source of the formulas: ZeRO, arXiv:1910.02054, sections 3 and 6.
         """
-        session = self.session
-        residual = session.runtime.saved.residual.ask(heads)
-        return memory_report(
-            session.units, session.runtime.reducer, session.comm, Table.of(session.policy.table()), session.optimizers.here(),
-            residual, session.ignored,
-        )  # fmt: skip
+        with needed("report", "memory"):
+            from zhooks.report import memory_report
+        return memory_report(self.session, heads)
 
     def describe(self) -> str:
         """Describe the units as a table: parameters, elements, padding, dtypes and placement of each.
 
         After the first step it also shows how many bytes a step moves.
         """
-        session = self.session
-        said = describe(
-            session.model, session.units, session.policy, session.comm, self.payload(), session.runtime.scaling, session.ignored
-        )
-        return f"{said}\n{session.why}" if session.why else said
+        with needed("report", "describe"):
+            from zhooks.report import describe
+        return describe(self.session)
 
     def observe(self, observer: Observer) -> Observation:
         """Send the runtime's events to ``observer`` until the returned handle is closed.
@@ -626,8 +610,9 @@ class Attachment:
             ShardedOpError: the policy updates in backward (``[optimizer] overlap``), or a ``.grad`` was replaced.
             TierError: a tier cannot be read.
         """
-        session = self.session.attached("grad_norms")
-        return gradient_norms(session.units, session.comm, session.runtime, session.policy)
+        with needed("report", "grad_norms"):
+            from zhooks.report import gradient_norms
+        return gradient_norms(self.session)
 
     def noise_scale(self, batch_size: int, *, decay: float = 0.99) -> NoiseScale:
         """Measure the gradient noise scale, roughly the batch size beyond which more samples save few steps.  Collective.
@@ -647,9 +632,9 @@ class Attachment:
 
         Source: McCandlish et al., arXiv:1812.06162, appendix A.1.
         """
-        session = self.session.attached("noise_scale")
-        model, units, comm, runtime, policy = session.model, session.units, session.comm, session.runtime, session.policy
-        return measure_noise(model, units, comm, runtime, policy, batch_size, decay)
+        with needed("report", "noise_scale"):
+            from zhooks.report import measure_noise
+        return measure_noise(self.session, batch_size, decay)
 
     @contextmanager
     def calibrate(
@@ -667,10 +652,11 @@ class Attachment:
         Raises:
             ShardedOpError: units do not compute in fp32, the policy updates in backward, or no backward was seen.
         """
-        session = self.session.attached("calibrate")
-        model, units, comm, runtime, policy = session.model, session.units, session.comm, session.runtime, session.policy
-        with calibrating(model, units, comm, runtime, policy, prefer, loss_scale) as calibration:
+        with needed("report", "calibrate"):
+            from zhooks.report import calibrating
+        with calibrating(self.session, prefer, loss_scale) as calibration:
             yield calibration
+
 
     def apply(self, policy: Policy | str | Path | dict[str, Any] | None = None, *, mesh: DeviceMesh | None = None) -> None:
         """Continue under another policy, or on another mesh, without a restart.  Collective.

@@ -119,12 +119,9 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def explained_methods(owner: type[C]) -> type[C]:
-    """The same class; what is wrong with the arguments of a public method is said of ``owner``, whichever base it is of."""
+    """The same class, with public methods that are ``explained``."""
     for name, method in inspect.getmembers(owner, inspect.isfunction):
         if not name.startswith("_"):
-            for each in (method, inspect.unwrap(method)):
-                # Python's own errors (an argument that is missing, or too many) have it.
-                each.__qualname__ = f"{owner.__name__}.{name}"
             setattr(owner, name, explained(method))
     return owner
 

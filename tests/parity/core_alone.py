@@ -68,6 +68,11 @@ def missing() -> dict[str, str]:
     uses: dict[str, Callable[[], object]] = {
         "apply": lambda: attachment.apply({"stage": 2}),
         "freeze": freeze,
+        "memory": attachment.memory,
+        "describe": attachment.describe,
+        "grad_norms": attachment.grad_norms,
+        "noise_scale": lambda: attachment.noise_scale(1),
+        "calibrate": lambda: attachment.calibrate().__enter__(),
         "recover": attachment.recover,
         "resume": attachment.resume,
         "save_to_peers": attachment.save_to_peers,

@@ -24,8 +24,12 @@ SLOW = pytest.mark.slow
 
 
 EVERY = tuple(product((1, 2, 3), ("device", "host", "disk")))
-#: What an attachment does for jobs that are interrupted.
-JOBS = ("recover", "resume", "save_to_peers", "catch_preemption", "preempted", "exit_if_preempted")
+#: Package -> what needs it.
+NEEDED = {
+    "live": ("apply", "freeze"),
+    "report": ("memory", "describe", "grad_norms", "noise_scale", "calibrate"),
+    "resilience": ("recover", "resume", "save_to_peers", "catch_preemption", "preempted", "exit_if_preempted"),
+}
 FEW = ((1, "host"), (2, "disk"), (3, "device"))
 
 
@@ -35,7 +39,7 @@ FEW = ((1, "host"), (2, "disk"), (3, "device"))
 def test_the_core_trains_without_the_packages_that_plug_into_it(
     world: int, placed: tuple[tuple[int, str], ...], tmp_path: Path
 ) -> None:
-    assert {"cpu_transport", "simulate", "integrations", "live", "resilience"} <= set(PLUGGED)
+    assert {"cpu_transport", "simulate", "integrations", *NEEDED} <= set(PLUGGED)
     cells = [
         Cell("gpt", stage, world=world, accumulation="twice", optimizer="adamw", tier=tier)
         for stage, tier in placed
@@ -55,4 +59,5 @@ def test_the_core_trains_without_the_packages_that_plug_into_it(
         compare(cell, run.gather([records[cell.name] for records, _ in every]), oracle.train(cell))
     for _, said in every:
         packages = {name: text.partition(" needs the package zhooks.")[2].partition(",")[0] for name, text in said.items()}
-        assert packages == dict.fromkeys(("apply", "freeze"), "live") | dict.fromkeys(JOBS, "resilience"), said
+        expected = {name: package for package, names in NEEDED.items() for name in names}
+        assert packages == expected, said

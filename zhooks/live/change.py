@@ -25,8 +25,16 @@ from zhooks.comm import Comm, ControlPlane, policy_facts
 from zhooks.layout import Mesh, Table, UnitPlan
 from zhooks.live.rearrange import another_mesh, close_unused, rearranged
 from zhooks.live.relayout import relayout_units
-from zhooks.plan import Headroom, Layouts, check_change, check_ignored, check_resilience, check_scaled, shards_reserve
-from zhooks.report import warn_of_unmatched
+from zhooks.plan import (
+    Headroom,
+    Layouts,
+    check_change,
+    check_ignored,
+    check_resilience,
+    check_scaled,
+    shards_reserve,
+    warn_of_unmatched,
+)
 from zhooks.run import Choices, Map, chart
 from zhooks.session import Session, finish_saving
 from zhooks.unit import Unit

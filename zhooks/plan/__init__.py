@@ -5,6 +5,7 @@ from __future__ import annotations
 from zhooks.plan.arena import rest_reserve, shards_reserve
 from zhooks.plan.checks import check_holds, check_ignored, check_module, check_resilience, check_scaled
 from zhooks.plan.device_budget import DeviceBudget, Headroom, device_floor, ignored_here
+from zhooks.plan.globs import unmatched, warn_of_unmatched
 from zhooks.plan.initialisers import initialiser_of, is_meta
 from zhooks.plan.layouts import STAGED_NBYTES, Layouts
 from zhooks.plan.plan import Plan, look
@@ -40,4 +41,6 @@ __all__ = [
     "rest_reserve",
     "shards_reserve",
     "state_nbytes",
+    "unmatched",
+    "warn_of_unmatched",
 ]

@@ -15,16 +15,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from offload.errors import ShardedOpError
-from offload.policy import Policy
 from offload.text import shown
-from zhooks.comm import CONTROL, Call, Comm
-from zhooks.grad import Reducer
+from zhooks.comm import CONTROL, Call
 from zhooks.layout import part_of
 from zhooks.report.propose_dtypes import BINS, LOWEST, Base, Proposal, Ranges, propose
-from zhooks.run import Runtime, watch
+from zhooks.run import watch
+from zhooks.session import Session
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, Unit
 
@@ -187,20 +186,13 @@ def _spaced(values: Tensor, most: int) -> Tensor:
 
 
 @contextmanager
-def calibrating(
-    model: nn.Module,
-    units: Sequence[Unit],
-    comm: Comm,
-    runtime: Runtime,
-    policy: Policy,
-    prefer: Base,
-    loss_scale: float | None,
-) -> Iterator[Calibration]:
-    """Measure inside the block, and propose at its end.  Collective; see ``Attachment.calibrate``."""
+def calibrating(session: Session, prefer: Base, loss_scale: float | None) -> Iterator[Calibration]:
+    """See ``Attachment.calibrate``: measures inside the block, and proposes at its end.  Collective."""
+    runtime, ranks = session.attached("calibrate").runtime, session.comm.stage
     runtime.finish_backward()
-    _check(units, runtime.reducer, policy, prefer, loss_scale)
-    meter, calibration, ranks = Meter(units), Calibration(), comm.stage
-    handles = watch(model, units, meter)
+    _check(session, prefer, loss_scale)
+    meter, calibration = Meter(session.units), Calibration()
+    handles = watch(session.model, session.units, meter)
     try:
         # Compiled code was made without the hooks inside units, and does not look for new ones.
         with torch.compiler.set_stance("force_eager"), runtime.reducer.measuring(meter):
@@ -220,20 +212,21 @@ def calibrating(
     calibration.end(propose(meter.ranges(), prefer, loss_scale, backwards))
 
 
-def _check(units: Sequence[Unit], reducer: Reducer, policy: Policy, prefer: str, loss_scale: float | None) -> None:
+def _check(session: Session, prefer: str, loss_scale: float | None) -> None:
     scaled = isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool) and 0 < loss_scale < float("inf")
     if not isinstance(prefer, str) or prefer not in ("bf16", "fp16") or not (loss_scale is None or scaled):
         raise ShardedOpError(
             f'calibrate expected prefer "bf16" or "fp16" and a positive loss_scale or None, found {shown(prefer)} and '
             f"{shown(loss_scale)}. Name one of the two, and leave the scale out if in doubt."
         )
-    if policy.optimizer.overlap or reducer.measured:
-        found = "[optimizer] overlap = true" if policy.optimizer.overlap else "another calibration that is open"
+    overlap = session.policy.optimizer.overlap
+    if overlap or session.runtime.reducer.measured:
+        found = "[optimizer] overlap = true" if overlap else "another calibration that is open"
         raise ShardedOpError(
             f"calibrate expected gradients that stay until the step, and one calibration at a time, found {found}. apply() a "
             "policy without overlap, or end the other block first."
         )
-    for flat in [flat for unit in units for flat in unit.flats if flat.kind.compute.is_floating_point]:
+    for flat in [flat for flat in session.flats() if flat.kind.compute.is_floating_point]:
         if flat.kind.compute is not torch.float32:
             found = str(flat.kind.compute).removeprefix("torch.")
             raise ShardedOpError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from offload.kernels import cores_of_rank, update_threads
 from offload.policy import Policy
@@ -16,16 +15,15 @@ from offload.text import counted, toml_value
 from offload.tier import Tier
 from zhooks.comm import Comm
 from zhooks.grad import Scaling
-from zhooks.layout import EP, PP, REPLICATE, SHARD, TP, Ignored, Placement, Table, flats_of
-from zhooks.report.unmatched import unmatched
+from zhooks.layout import EP, PP, REPLICATE, SHARD, TP, Placement, Table, flats_of
+from zhooks.plan import unmatched
+from zhooks.session import Session
 from zhooks.unit import Unit
 
 
-def describe(
-    model: nn.Module, units: Sequence[Unit], policy: Policy, comm: Comm, payload: int | None, scaling: Scaling,
-    ignored: Ignored,
-) -> str:
+def describe(session: Session) -> str:
     """A plain-text table: unit, parameters, elements, padding, dtypes, placement; then the totals, and what to look at."""
+    units, policy, comm, ignored = session.units, session.policy, session.comm, session.ignored
     table = Table.of(policy.table())
     head = ("unit", "params", "numel", "padding", "kept -> use", "parameter", "gradient", "optimizer")
     rows = [head]
@@ -48,8 +46,8 @@ def describe(
         for row in rows
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    numel = sum(flat.layout.numel for flat in flats_of(units))
-    padding = sum(flat.layout.padding for flat in flats_of(units))
+    numel = sum(flat.layout.numel for flat in session.flats())
+    padding = sum(flat.layout.padding for flat in session.flats())
     on_tp = " on this tp rank" if comm.tp.axis.world > 1 else ""
     flats = sum(len(unit.flats) for unit in units)
     # A unit whose parameters differ in dtype, tier or training has a row for each kind.
@@ -59,9 +57,10 @@ def describe(
         f"{f'{padding:,} of padding ({padding / max(1, numel):.3%})' if padding else 'no padding'}; "
         f"{_axes(comm)}; {_transports(comm)}."
     )
+    payload = session.runtime.payload()
     if payload is not None and comm.stage.axis.world > 1:
         lines.append(f"According to the plan, a training step gathers and reduces {payload / 2**20:,.2f} MiB in all.")
-    lines.extend(_scaled(scaling, any(flat.kind.compute is torch.float16 for flat in flats_of(units))))
+    lines.extend(_scaled(session.runtime.scaling, any(flat.kind.compute is torch.float16 for flat in session.flats())))
     if named := ignored.named:
         count, few = sum(param.numel() for param in named.values()), ", ".join(list(named)[:3])
         lines.append(f"Ignored, and not reduced: {counted(len(named), 'parameter')}, {count:,} elements ({few}).")
@@ -75,9 +74,9 @@ def describe(
     lines.extend(_divided(units, policy))
     lines.extend(_updated(policy))
     lines.extend(_chosen(policy))
-    lines.extend(f"Matches nothing here: {text}." for text in unmatched(model, units, policy))
+    lines.extend(f"Matches nothing here: {text}." for text in unmatched(session.model, units, policy))
     lines.append("R replicated, P partial sum until the accumulation boundary, S sharded.")
-    return "\n".join(lines)
+    return "\n".join([*lines, session.why] if session.why else lines)
 
 
 def _axes(comm: Comm) -> str:

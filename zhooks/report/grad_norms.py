@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from offload.errors import ShardedOpError, ZhooksError
-from offload.policy import Policy
 from offload.text import counted
 from zhooks.comm import CONTROL, Call, Comm, norms_of_runs
 from zhooks.layout import TP
-from zhooks.run import Runtime
+from zhooks.session import Session
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, Unit
 
@@ -37,14 +36,15 @@ class GradNorms:
     units: dict[str, float]
 
 
-def gradient_norms(units: Sequence[Unit], comm: Comm, runtime: Runtime, policy: Policy) -> GradNorms:
+def gradient_norms(session: Session) -> GradNorms:
     """See ``Attachment.grad_norms``.  Collective."""
-    if policy.optimizer.overlap:
+    units, comm = session.attached("grad_norms").units, session.comm
+    if session.policy.optimizer.overlap:
         raise ShardedOpError(
             "grad_norms expected gradients that stay until the step, found [optimizer] overlap = true, which updates in "
             "backward and drops them. apply() a policy without overlap."
         )
-    runtime.due()
+    session.runtime.due()
     problem: Exception | None = None
     try:
         summed = squares(units, comm)

@@ -16,16 +16,16 @@ from torch import Tensor
 from offload.store import Block, BlockRange, owner_of
 from offload.text import counted
 from offload.tier import Tier
-from zhooks.activation import Residual
 from zhooks.comm import Comm
 from zhooks.grad import Reducer
-from zhooks.layout import Ignored, Placement, Table, flats_of
+from zhooks.layout import Ignored, Placement, Table
 from zhooks.optim import plain_parts, sharded_states, vectors_in, with_owners
 from zhooks.report.memory_buffers import buffers
 from zhooks.report.memory_residual import Residue, activations, advice, notes, unaccounted
 from zhooks.report.memory_text import header, legend, line, mib, wrapped
+from zhooks.session import Session
 from zhooks.tensor import ShardedTensor, StoredTensor
-from zhooks.unit import Flat, Unit
+from zhooks.unit import Flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +122,10 @@ class MemoryReport:
         return "\n".join((*table, *legend([*states, *buffers, *other]), *wrapped(said)))
 
 
-def memory_report(
-    units: Sequence[Unit],
-    reducer: Reducer,
-    comm: Comm,
-    table: Table,
-    optimizers: Sequence[torch.optim.Optimizer],
-    residual: Residual,
-    ignored: Ignored,
-) -> MemoryReport:
-    """Measure now; see ``MemoryReport``."""
-    flats = flats_of(units)
+def memory_report(session: Session, heads: int | None) -> MemoryReport:
+    """See ``Attachment.memory``."""
+    optimizers, residual = session.optimizers.here(), session.runtime.saved.residual.ask(heads)
+    flats, reducer, comm = list(session.flats()), session.runtime.reducer, session.comm
     rows = (
         *_rows("parameter", [(flat.kind.tiers.parameter, _parameter(flat)) for flat in flats]),
         *_rows("gradient", [(flat.kind.tiers.gradient, cell) for flat, cell in _gradients(flats, reducer)]),
@@ -141,7 +134,7 @@ def memory_report(
     gathered = sum(flat.full.nbytes for flat in flats if flat.releasable and flat.full is not None)
     held = buffers(flats, reducer, comm)
     transient = {"gathered units": gathered} | {name: buffer.now for name, buffer in held.items()}
-    transient |= _ignored(ignored, optimizers)
+    transient |= _ignored(session.ignored, optimizers)
     store = flats[0].store
     if store is not None and not store.device.addresses_host:
         transient["staging on device"] = store.staged_on_device
@@ -149,7 +142,7 @@ def memory_report(
         transient["arena, unused"] = reducer.pool.arena.report().unused
     bounds = {name: buffer.most for name, buffer in held.items()}
     psi, ranks = sum(flat.layout.numel for flat in flats), flats[0].layout.world
-    paper = paper_bytes(psi, ranks, table)
+    paper = paper_bytes(psi, ranks, Table.of(session.policy.table()))
     seen = MemoryReport(rows, transient, psi, ranks, paper, bounds, tuple(activations(residual)), (), ())
     advised = advice(_on_device(seen), residual.terms) if residual.counted else None
     return replace(

@@ -26,18 +26,17 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.errors import CapabilityError, ShardedOpError
-from offload.policy import Policy
 from offload.text import shown
 from zhooks.comm import CONTROL, Call, Comm, ControlPlane
 from zhooks.grad import Probe, Reducer, Sent
 from zhooks.layout import flats_of
 from zhooks.optim import holds, watch_steps
 from zhooks.report.grad_norms import square, squares
-from zhooks.run import Runtime
+from zhooks.session import Session
 from zhooks.unit import Flat, Unit
 
 __all__ = ["Averages", "NoiseEstimate", "NoiseScale", "Pair", "measure_noise"]
@@ -163,24 +162,24 @@ class NoiseScale:
         self.close()
 
 
-def measure_noise(
-    model: nn.Module, units: Sequence[Unit], comm: Comm, runtime: Runtime, policy: Policy, batch_size: int, decay: float
-) -> NoiseScale:
+def measure_noise(session: Session, batch_size: int, decay: float) -> NoiseScale:
     """See ``Attachment.noise_scale``: measures from the next backward on.  Collective."""
-    runtime.finish_backward()
-    reducer, ranks = runtime.reducer, ControlPlane(comm.stage, "noise_scale")
+    session.attached("noise_scale").runtime.finish_backward()
+    units, comm, reducer = session.units, session.comm, session.runtime.reducer
+    ranks = ControlPlane(comm.stage, "noise_scale")
     with ranks.all_or_none():
-        _check(comm, reducer, policy, batch_size, decay)
+        _check(session, batch_size, decay)
     problem = ranks.differ({"noise_scale": {"batch_size": str(batch_size), "decay": repr(decay)}})
     if problem:
         raise ShardedOpError(problem)
     averages = Averages(float(decay))
     alone = comm.world.axis.world == 1
     made = PassesProbe(units, comm, reducer, batch_size, averages) if alone else RanksProbe(comm, reducer, batch_size, averages)
-    return NoiseScale(made, reducer, type(model).__name__, comm.world.axis.world)
+    return NoiseScale(made, reducer, type(session.model).__name__, comm.world.axis.world)
 
 
-def _check(comm: Comm, reducer: Reducer, policy: Policy, batch_size: int, decay: float) -> None:
+def _check(session: Session, batch_size: int, decay: float) -> None:
+    comm, reducer = session.comm, session.runtime.reducer
     whole = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size > 0
     share = isinstance(decay, (int, float)) and not isinstance(decay, bool) and 0 < decay <= 1
     if not whole or not share:
@@ -193,7 +192,7 @@ def _check(comm: Comm, reducer: Reducer, policy: Policy, batch_size: int, decay:
             "noise_scale expected ranks that all compute gradients of the whole model, found a mesh with tp or pp. "
             "Measure on a mesh of only data ranks."
         )
-    if policy.optimizer.overlap and comm.world.axis.world == 1:
+    if session.policy.optimizer.overlap and comm.world.axis.world == 1:
         raise CapabilityError(
             "noise_scale expected several ranks, or several backward passes per step, found one rank and [optimizer] "
             "overlap = true, which allows one pass. Set overlap = false."

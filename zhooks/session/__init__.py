@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zhooks.session.observe import Observation
 from zhooks.session.open import abandon, close_session, open_session
 from zhooks.session.plug_in import CHOOSERS, WATCHES, Chosen, Watch, needed
 from zhooks.session.session import Session
@@ -22,6 +23,7 @@ __all__ = [
     "WATCHES",
     "Chosen",
     "Given",
+    "Observation",
     "Session",
     "Watch",
     "abandon",

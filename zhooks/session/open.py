@@ -21,9 +21,9 @@ from zhooks.checkpoint import StockFolders, StockState
 from zhooks.comm import CONTROL, Call, Comm, ControlPlane
 from zhooks.compiled import keep_outside_graphs
 from zhooks.optim import Closures, Optimizers, Owners, Rounding, Step, Stepper, StepPipeline, Steps, watch_steps
-from zhooks.plan import DeviceBudget, Plan, StateBudgets
-from zhooks.report import NonFinite, warn_of_unmatched
+from zhooks.plan import DeviceBudget, Plan, StateBudgets, warn_of_unmatched
 from zhooks.run import Casts, Runtime, install, remove
+from zhooks.session.nonfinite import NonFinite
 from zhooks.session.plug_in import WATCHES, Chosen, needed
 from zhooks.session.session import Session
 from zhooks.session.state import finish_saving

@@ -25,8 +25,9 @@ from zhooks.compiled import uncompiled
 from zhooks.layout import PP, TP, Ignored, UnitPlan
 from zhooks.optim import Optimizers, Rounding, StepPipeline, Steps
 from zhooks.plan import DeviceBudget, check_holds, rest_reserve
-from zhooks.report import NonFinite, state_held
 from zhooks.run import Casts, Runtime
+from zhooks.session.nonfinite import NonFinite
+from zhooks.session.observe import state_held
 from zhooks.session.plug_in import Watch
 from zhooks.unit import Flat, Links, Pool, Unit
 
@@ -196,12 +197,7 @@ class Session:
 
     def state_held(self) -> None:
         """A new observer hears what is held already."""
-        self.runtime.saved.partition.state_held()
-        if self.why:
-            self.bus.instant("policy chosen", self.why)
-        live = self.run_state("observe", (), None)
-        state_held(live, self.policy, self.tiers.store, self.optimizers.here())
-        self.pool.state_held()
+        state_held(self)
 
     def progress(self) -> Progress:
         """Where this rank is, for ranks that wait for it."""

@@ -7,21 +7,21 @@ reads storages, allocates nothing and never communicates; what lies on tiers the
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from offload.errors import AttachError
 from offload.events import Bus, Observer
-from offload.policy import Policy
-from offload.store import Store
 from offload.tier import Tier
-from zhooks.checkpoint import RunState
 from zhooks.grad import Reducer
 from zhooks.optim import plain_parts
 from zhooks.tensor import ShardedTensor, ShardedVector, StoredTensor
 from zhooks.unit import Flat
+
+if TYPE_CHECKING:
+    from zhooks.session.session import Session
 
 __all__ = ["Observation", "state_held"]
 
@@ -63,26 +63,30 @@ class Observation:
         self.close()
 
 
-def state_held(live: RunState, policy: Policy, store: Store | None, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """The policy, the units, and hold after hold of what is in a tensor; the store states what it keeps."""
-    bus = live.bus
-    bus.instant("policy", json.dumps(policy.values(), default=str))
-    for unit in live.units:
+def state_held(session: Session) -> None:
+    """State the policy, the units, and hold after hold of what is in a tensor; the store and the pool state what they keep."""
+    bus, store, optimizers = session.bus, session.tiers.store, session.optimizers.here()
+    session.runtime.saved.partition.state_held()
+    if session.why:
+        bus.instant("policy chosen", session.why)
+    bus.instant("policy", json.dumps(session.policy.values(), default=str))
+    for unit in session.units:
         bus.instant("unit", unit.name, unit.plan.full_nbytes)
         for flat in unit.flats:
-            _state_flat(bus, flat, live.reducer)
+            _state_flat(bus, flat, session.runtime.reducer)
             for param in flat.params:
                 for optimizer in optimizers:
                     # A copy: who begins to listen on another thread meets a step under way.
                     for value in tuple(plain_parts(optimizer.state.get(param, {}))):
                         _hold(bus, "optimizer", flat, value)
-    bus.counter("communication on host", "message rings", live.comm.nbytes)
+    bus.counter("communication on host", "message rings", session.comm.nbytes)
     if store is not None:
         for tier in Tier:
             limit = store.budget.limit(tier)
             if limit is not None:
                 bus.counter("budget", tier.value, limit)
         store.budget.account.state()
+    session.pool.state_held()
 
 
 def _state_flat(bus: Bus, flat: Flat, reducer: Reducer) -> None:

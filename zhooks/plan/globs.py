@@ -20,6 +20,8 @@ from zhooks import tree
 from zhooks.comm import Comm
 from zhooks.unit import Unit
 
+__all__ = ["unmatched", "warn_of_unmatched"]
+
 #: So many of the model's names are shown; and how like a glob's words theirs must be to be called close.
 _SHOWN, _CLOSE = 3, 0.6
 #: Of a glob, what stands between the words that names are compared with.
