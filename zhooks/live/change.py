@@ -36,7 +36,7 @@ from zhooks.plan import (
     warn_of_unmatched,
 )
 from zhooks.run import Choices, Map, chart
-from zhooks.session import Session, finish_saving
+from zhooks.session import Session, admit_change, admit_layout, finish_saving
 from zhooks.unit import Unit
 
 __all__ = ["apply", "follow_freezes", "go_over"]
@@ -50,7 +50,7 @@ def follow_freezes(session: Session) -> None:
     plans = Layouts.of(session.model, session.policy, session.comm, session.device).following(now)
     # What was frozen may be unfrozen again.
     if any(plan is not before for plan, before in zip(plans, now, strict=True)):
-        spare = session.device_budget.lay_out(plans)
+        spare = admit_layout(session, plans)
         # As in `apply`: what stays gathered goes by the new layout alone.
         session.keep_within(0)
         _lay_out(session, session.units, plans, session.optimizers.agreed("lay out"))
@@ -147,7 +147,7 @@ def _take_over(session: Session, chosen: Policy, islands: Map, moved: Comm | Non
             _follow(session, islands)
         raise
     _follow(session, islands)
-    session.device_budget.change(chosen, headroom)
+    session.budgets.begin(headroom)
     session.keep_within(headroom.spare)
 
 
@@ -161,7 +161,7 @@ def _admitted(
                 with ControlPlane(session.comm.stage, "apply").all_or_none():
                     for optimizer in optimizers:
                         check_owned(optimizer, session.optimizers.owners)
-                session.device_budget.admit(chosen, session.device, plans, moved, optimizers)
+                admit_change(session, chosen, plans, moved, optimizers)
             tiers = session.tiers.change(chosen, session.device, plans, moved or session.comm, session.bus)
             undo.callback(tiers.shut_beside, session.tiers)
         undo.pop_all()
@@ -198,7 +198,7 @@ def _move(
     session.comm.become(moved or before.comm)
     with _every_stage(session, moved):
         _lay_out_all(session, session.units, plans, before, optimizers, optimizers, owned)
-        return session.device_budget.admit(chosen, session.device, plans, session.comm, optimizers)
+        return admit_change(session, chosen, plans, session.comm, optimizers)
 
 
 def _go_back(

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from zhooks.plan.arena import rest_reserve, shards_reserve
 from zhooks.plan.checks import check_holds, check_ignored, check_module, check_resilience, check_scaled
-from zhooks.plan.device_budget import DeviceBudget, Headroom, device_floor, ignored_here
+from zhooks.plan.device_budget import Headroom, device_floor, device_headroom, headroom_within, ignored_here
 from zhooks.plan.globs import unmatched, warn_of_unmatched
 from zhooks.plan.initialisers import initialiser_of, is_meta
 from zhooks.plan.layouts import STAGED_NBYTES, Layouts
 from zhooks.plan.plan import Plan, look
 from zhooks.plan.request import Request, read
-from zhooks.plan.state_budgets import StateBudgets
+from zhooks.plan.state_budgets import check_states, states_bounds
 from zhooks.plan.state_sizes import state_nbytes
 from zhooks.plan.tiers import Admission, Need, admit, admit_any, check_change
 
 __all__ = [
     "STAGED_NBYTES",
     "Admission",
-    "DeviceBudget",
     "Headroom",
     "Layouts",
     "Need",
     "Plan",
     "Request",
-    "StateBudgets",
     "admit",
     "admit_any",
     "check_change",
@@ -32,7 +30,10 @@ __all__ = [
     "check_module",
     "check_resilience",
     "check_scaled",
+    "check_states",
     "device_floor",
+    "device_headroom",
+    "headroom_within",
     "ignored_here",
     "initialiser_of",
     "is_meta",
@@ -41,6 +42,7 @@ __all__ = [
     "rest_reserve",
     "shards_reserve",
     "state_nbytes",
+    "states_bounds",
     "unmatched",
     "warn_of_unmatched",
 ]

@@ -1,15 +1,12 @@
 """``[budget] device``: what an attachment will hold on the device, the states of its optimizers included, and its refusal.
 
-``plan.py`` asks before anything is built, and ``apply`` asks again; torch's step hooks ask for optimizers that only the
-first step shows.  It never allocates on the device and moves nothing.
-
-Where states cannot be foreseen (`state_sizes.py`), they count once they exist: after that step.
+``plan.py`` asks before anything is built, ``apply`` asks again, and ``session/budgets.py`` at the first steps of optimizers.
+It never allocates on the device and moves nothing.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,17 +18,13 @@ from offload.policy import Policy
 from offload.text import as_enough, as_size
 from offload.tier import Tier
 from zhooks.comm import Comm, ControlPlane
-from zhooks.grad import in_backward
 from zhooks.layout import Ignored, UnitPlan, flats_of, inner_units
-from zhooks.optim import Step
 from zhooks.plan.arena import beside, reductions
-from zhooks.plan.first_steps import FirstSteps
 from zhooks.plan.state_sizes import Whole, state_nbytes
 from zhooks.plan.tiers import limit_of
 from zhooks.tensor import ShardedTensor
-from zhooks.unit import Unit
 
-__all__ = ["DeviceBudget", "Headroom", "device_floor", "device_headroom", "gathered_nbytes", "ignored_here"]
+__all__ = ["Headroom", "device_floor", "device_headroom", "gathered_nbytes", "headroom_within", "ignored_here"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,14 +49,21 @@ def device_headroom(
     optimizers: Iterable[Optimizer],
     comm: Comm,
     ignored: Sequence[Whole] = (),
+    after: str = "",
 ) -> Headroom:
     """What the bound leaves beside these units, what is ``ignored`` there, and the states of these optimizers.  Collective.
 
+    Args:
+        after: ends the refusal.
     Raises:
         BudgetError: it does not hold what is kept on the device and the units in flight; on every rank.
     """
-    limit = _limit(policy, device, comm)
-    return Headroom(None, None) if limit is None else _headroom(limit, policy, units, optimizers, comm, ignored, "")
+    seam = open_device(device)
+    try:
+        limit = limit_of(policy, Tier.DEVICE, seam, comm)
+    finally:
+        seam.close()
+    return Headroom(None, None) if limit is None else headroom_within(limit, policy, units, optimizers, comm, ignored, after)
 
 
 def ignored_here(ignored: Ignored, device: torch.device) -> list[Whole]:
@@ -75,127 +75,7 @@ def ignored_here(ignored: Ignored, device: torch.device) -> list[Whole]:
     ]
 
 
-def _limit(policy: Policy, device: torch.device, comm: Comm) -> int | None:
-    seam = open_device(device)
-    try:
-        return limit_of(policy, Tier.DEVICE, seam, comm)
-    finally:
-        seam.close()
-
-
-class DeviceBudget(FirstSteps):
-    """One attachment's ``[budget] device``, at every step.
-
-    Args:
-        units: the attachment's own list.
-        keep_within: called with what is left for gathered units once an optimizer that was not foreseen is counted.
-        headroom: what the bound left before anything was built.
-        ignored: what of the model stays whole.
-    """
-
-    def __init__(
-        self,
-        comm: Comm,
-        units: Sequence[Unit],
-        policy: Policy,
-        headroom: Headroom,
-        keep_within: Callable[[int | None], None],
-        ignored: Ignored,
-        device: torch.device,
-    ) -> None:
-        super().__init__(units)
-        self._ignored, self._device = ignored, device
-        self._comm, self._keep_within = comm, keep_within
-        self._policy, self._limit = policy, headroom.limit
-        # Their states could not be foreseen: they count after their first step.
-        self._unforeseen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._count(headroom)
-
-    def admit(
-        self,
-        policy: Policy,
-        device: torch.device,
-        units: Sequence[UnitPlan],
-        comm: Comm,
-        optimizers: Iterable[Optimizer],
-    ) -> Headroom:
-        """What the bound leaves under another policy beside units that are, or would be, laid out so.  Collective.
-
-        Args:
-            optimizers: those that have made states without a bound, too.
-        Raises:
-            BudgetError: they are not within it; on every rank.
-        """
-        limit = _limit(policy, device, comm)
-        if limit is None:
-            return Headroom(None, None)
-        whole = ignored_here(self._ignored, self._device)
-        return _headroom(limit, policy, units, {*self._counted, *optimizers}, comm, whole, " Nothing has been changed.")
-
-    def change(self, policy: Policy, headroom: Headroom) -> None:
-        """Another policy, between steps, under which ``admit`` has found this."""
-        self._counted.clear()
-        self._unforeseen.clear()
-        self._policy, self._limit = policy, headroom.limit
-        self._count(headroom)
-
-    def lay_out(self, units: Sequence[UnitPlan]) -> int | None:
-        """Parameters were frozen or unfrozen, and units are to be laid out so; returns what ``Headroom.spare`` will be.
-        Collective.
-
-        Raises:
-            BudgetError: what is trained now does not fit; nothing has been laid out, on any rank.
-        """
-        if self._limit is None:
-            return None
-        after = (
-            " This includes the parameters that were unfrozen: freeze them again, or call attachment.apply(policy). Nothing "
-            "has been changed."
-        )
-        headroom = self._headroom(list(self._counted), after, units)
-        self._count(headroom)
-        return headroom.spare
-
-    def _count(self, headroom: Headroom) -> None:
-        self._counted.update((optimizer, len(optimizer.param_groups)) for optimizer in headroom.foreseen)
-
-    def _headroom(
-        self, optimizers: Iterable[Optimizer], after: str, units: Sequence[UnitPlan] | None = None
-    ) -> Headroom:
-        """What is left beside ``units``, or as they are laid out now."""
-        assert self._limit is not None
-        plans = [unit.plan for unit in self._units] if units is None else units
-        whole = ignored_here(self._ignored, self._device)
-        return _headroom(self._limit, self._policy, plans, optimizers, self._comm, whole, after)
-
-    @property
-    def _bounded(self) -> bool:
-        return self._limit is not None
-
-    def _admit_states(self, optimizer: Optimizer) -> None:
-        after = " Nothing has been updated: call attachment.apply(policy), then repeat the optimizer's step."
-        headroom = self._headroom({*self._counted, optimizer}, after)
-        self._keep_within(headroom.spare)
-        if optimizer not in headroom.foreseen:
-            self._unforeseen.add(optimizer)
-
-    def after(self, step: Step) -> None:
-        """Collective after the first step of an optimizer whose states could not be foreseen.
-
-        Raises:
-            BudgetError: its states do not fit; the step has been made on every rank, and the next one is refused.
-        """
-        optimizer = step.optimizer
-        if optimizer in self._unforeseen and not in_backward():
-            self._unforeseen.discard(optimizer)
-            self._counted.pop(optimizer, None)
-            after = " This step has been made, but the next one is refused until attachment.apply(policy) frees memory."
-            headroom = self._headroom({*self._counted, optimizer}, after)
-            self._counted[optimizer] = len(optimizer.param_groups)
-            self._keep_within(headroom.spare)
-
-
-def _headroom(
+def headroom_within(
     limit: int,
     policy: Policy,
     units: Sequence[UnitPlan],
@@ -204,7 +84,7 @@ def _headroom(
     ignored: Sequence[Whole],
     after: str,
 ) -> Headroom:
-    """What is left beside the states of these optimizers; ``after`` ends the refusal.  Collective."""
+    """As ``device_headroom``, of a bound that is known."""
     rounded, rank = policy.optimizer.rounding == "stochastic", comm.shard.axis.rank
     found = {optimizer: state_nbytes(optimizer, units, rank, wide=rounded, ignored=ignored) for optimizer in optimizers}
     floor = device_floor(policy, units, whole_sums=comm.pipelined) + beside(policy, units)

@@ -1,14 +1,14 @@
 """``[budget] host`` and ``disk`` against the states that an optimizer places there: at its first step, all of them at once.
 
-torch's step hooks ask, so that what does not fit is refused in one sum before anything is updated: states, and in host memory
-also what passes to and from the disk at once.  It allocates nothing.  What cannot be counted ahead (states of parameters that
-are updated whole or have no gradient, and those that no stand-in shows) the tiers admit block by block, when some or all
+``session/budgets.py`` asks, so that what does not fit is refused in one sum before anything is updated: states, and in host
+memory also what passes to and from the disk at once.  It allocates nothing.  What cannot be counted ahead (states of parameters
+that are updated whole or have no gradient, and those that no stand-in shows) the tiers admit block by block, when some or all
 parameters have been updated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch.optim import Optimizer
 
@@ -20,68 +20,47 @@ from offload.tier import Tier
 from zhooks.comm import Comm, ControlPlane
 from zhooks.layout import UnitPlan
 from zhooks.optim import OwnedStates, grad_of, params_of
-from zhooks.plan.first_steps import FirstSteps
 from zhooks.plan.state_sizes import Stored, stored_states
 from zhooks.plan.tiers import PASSING, SMALLER_UNITS, in_all
-from zhooks.unit import Unit
 
-__all__ = ["StateBudgets"]
+__all__ = ["check_states", "states_bounds"]
 
 _REMEDIES = {Tier.HOST: 'set [optimizer] tier = "disk"', Tier.DISK: "run on more ranks"}
 
 
-class StateBudgets(FirstSteps):
-    """The states of one attachment's optimizers against the budgets of tiers off the device.
+def states_bounds(limits: Mapping[Tier, int | None]) -> dict[Tier, int]:
+    """The bounds of tiers off the device, of all that ``limits`` says."""
+    return {tier: limit for tier in _REMEDIES if (limit := limits.get(tier)) is not None}
 
-    Args:
-        units: the attachment's own list.
-        policy: the current one.
-        limits: bytes a tier may hold, the least of any rank, now; None is no bound.
+
+def check_states(
+    policy: Policy, plans: Sequence[UnitPlan], comm: Comm, tier: Tier, limit: int, optimizers: set[Optimizer]
+) -> None:
+    """Hold the bound of a tier off the device against what these optimizers keep, or will keep, there.  Collective.
+
+    Raises:
+        BudgetError: it does not fit; on every rank.
     """
-
-    def __init__(
-        self,
-        comm: Comm,
-        units: Sequence[Unit],
-        policy: Callable[[], Policy],
-        limits: Callable[[], Mapping[Tier, int | None]],
-    ) -> None:
-        super().__init__(units)
-        self._comm, self._policy, self._limits = comm, policy, limits
-
-    @property
-    def _bounded(self) -> bool:
-        return bool(self._bounds())
-
-    def _admit_states(self, optimizer: Optimizer) -> None:
-        for tier, limit in self._bounds().items():
-            self._check(tier, limit, {*self._counted, optimizer})
-
-    def _bounds(self) -> dict[Tier, int]:
-        return {tier: limit for tier in _REMEDIES if (limit := self._limits().get(tier)) is not None}
-
-    def _check(self, tier: Tier, limit: int, optimizers: set[Optimizer]) -> None:
-        policy, plans = self._policy(), [unit.plan for unit in self._units]
-        wide = policy.optimizer.rounding == "stochastic"
-        found = {optimizer: stored_states(optimizer, plans, tier, wide=wide) for optimizer in optimizers}
-        kept, passing = _kept(plans, tier, overlap=policy.optimizer.overlap), 0
-        if tier is Tier.HOST:
-            on_disk = {optimizer: stored_states(optimizer, plans, Tier.DISK, wide=wide) for optimizer in optimizers}
-            passing = max(nbytes for each, stored in on_disk.items() for nbytes in _passing(each, stored, policy, plans))
-        room = limit - kept - passing - sum(stored.nbytes for stored in found.values())
-        spare = ControlPlane(self._comm.stage, "compare budgets").least(room)
-        assert spare is not None
-        states = limit - kept - passing - spare
-        if spare < 0 < states + passing:
-            names = {type(optimizer).__name__ for optimizer, stored in found.items() if stored.nbytes}
-            needed = {
-                "the parameters, masters and gradients stored there": kept,
-                f"{PASSING} in the update of one unit": passing,
-                f"the states of {', '.join(sorted(names))}": states,
-            }
-            beside = tier is Tier.HOST and _passes_through(policy, self._units)
-            more = beside or policy.optimizer.overlap or any(stored.least for stored in found.values())
-            raise _refusal(tier, limit, needed, _REMEDIES[tier] if states else SMALLER_UNITS, more=more)
+    wide = policy.optimizer.rounding == "stochastic"
+    found = {optimizer: stored_states(optimizer, plans, tier, wide=wide) for optimizer in optimizers}
+    kept, passing = _kept(plans, tier, overlap=policy.optimizer.overlap), 0
+    if tier is Tier.HOST:
+        on_disk = {optimizer: stored_states(optimizer, plans, Tier.DISK, wide=wide) for optimizer in optimizers}
+        passing = max(nbytes for each, stored in on_disk.items() for nbytes in _passing(each, stored, policy, plans))
+    room = limit - kept - passing - sum(stored.nbytes for stored in found.values())
+    spare = ControlPlane(comm.stage, "compare budgets").least(room)
+    assert spare is not None
+    states = limit - kept - passing - spare
+    if spare < 0 < states + passing:
+        names = {type(optimizer).__name__ for optimizer, stored in found.items() if stored.nbytes}
+        needed = {
+            "the parameters, masters and gradients stored there": kept,
+            f"{PASSING} in the update of one unit": passing,
+            f"the states of {', '.join(sorted(names))}": states,
+        }
+        beside = tier is Tier.HOST and _passes_through(policy, plans)
+        more = beside or policy.optimizer.overlap or any(stored.least for stored in found.values())
+        raise _refusal(tier, limit, needed, _REMEDIES[tier] if states else SMALLER_UNITS, more=more)
 
 
 def _kept(plans: Sequence[UnitPlan], tier: Tier, *, overlap: bool) -> int:
@@ -115,10 +94,10 @@ def _passing(optimizer: Optimizer, states: Stored, policy: Policy, plans: Iterab
                 yield max(cells)
 
 
-def _passes_through(policy: Policy, units: Sequence[Unit]) -> bool:
+def _passes_through(policy: Policy, plans: Sequence[UnitPlan]) -> bool:
     """Host memory holds more than what is stored there: buffers of the disk's, or activations."""
-    cells = (cell for unit in units for flat in unit.plan.flats for cell in flat.footprint())
-    states = (flat.kind.tiers.optimizer for unit in units for flat in unit.plan.flats)
+    cells = (cell for unit in plans for flat in unit.flats for cell in flat.footprint())
+    states = (flat.kind.tiers.optimizer for unit in plans for flat in unit.flats)
     return policy.activation.tier != "device" or Tier.DISK in states or any(cell.on(Tier.DISK) for cell in cells)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zhooks.session.budgets import admit_change, admit_layout
 from zhooks.session.observe import Observation
 from zhooks.session.open import abandon, close_session, open_session
 from zhooks.session.plug_in import CHOOSERS, WATCHES, Chosen, Watch, needed
@@ -27,6 +28,8 @@ __all__ = [
     "Session",
     "Watch",
     "abandon",
+    "admit_change",
+    "admit_layout",
     "close_session",
     "finish_saving",
     "load_full",

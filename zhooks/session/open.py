@@ -21,8 +21,9 @@ from zhooks.checkpoint import StockFolders, StockState
 from zhooks.comm import CONTROL, Call, Comm, ControlPlane
 from zhooks.compiled import keep_outside_graphs
 from zhooks.optim import Closures, Optimizers, Owners, Rounding, Step, Stepper, StepPipeline, Steps, watch_steps
-from zhooks.plan import DeviceBudget, Plan, StateBudgets, warn_of_unmatched
+from zhooks.plan import Plan, warn_of_unmatched
 from zhooks.run import Casts, Runtime, install, remove
+from zhooks.session.budgets import Budgets, admit_step, count_step
 from zhooks.session.nonfinite import NonFinite
 from zhooks.session.plug_in import WATCHES, Chosen, needed
 from zhooks.session.session import Session
@@ -51,10 +52,6 @@ def open_session(plan: Plan, comm: Comm, undo: ExitStack, choice: Chosen | None)
             model, policy, comm, pool, bus, spare=plan.headroom.spare, ignored=ignored,
             follow_freezes=lambda: _follow_freezes(session), training_begins=lambda: _training_begins(session),
         )  # fmt: skip
-        device_budget = DeviceBudget(
-            comm, units, policy, plan.headroom, lambda spare: session.keep_within(spare), ignored, device
-        )
-        state_budgets = StateBudgets(comm, units, lambda: session.policy, lambda: session.tiers.limits)
         stock = StockState(model, units, comm, runtime.conclude, ignored)
         owners = Owners(lambda: session.flats(), comm)
         optimizers = Optimizers(partial(ignored.parameters, model), comm.stage, stock, owners)
@@ -62,20 +59,22 @@ def open_session(plan: Plan, comm: Comm, undo: ExitStack, choice: Chosen | None)
         closures = Closures(comm.world, lambda: session.policy.gradient.reduce == "mean", lambda: runtime.reducer.idle)
         # The first of them comes before what hides parameters from a step that is skipped.
         before: list[Callable[[Step], None]] = [
-            lambda step: _reduce_held(runtime, step), optimizers.before, device_budget.before, state_budgets.before,
+            lambda step: _reduce_held(runtime, step), optimizers.before, lambda step: admit_step(session, step),
             lambda step: runtime.scaling.before_step(step.optimizer, step.closure),
             nonfinite.before, steps.before, lambda step: _stepper(session).before(step), closures.before,
         ]  # fmt: skip
         # What was hidden is back before anybody asks whose step it was.
         after: list[Callable[[Step], None]] = [
-            device_budget.after, lambda _: runtime.scaling.restore(), steps.after, lambda step: _stepper(session).after(step)
+            lambda step: count_step(session, step), lambda _: runtime.scaling.restore(), steps.after,
+            lambda step: _stepper(session).after(step),
         ]  # fmt: skip
+        pipeline, casts, budgets = StepPipeline(runtime.scaling.is_mine, before, after), Casts(runtime.scaling), Budgets()
+        budgets.begin(plan.headroom)
     session = Session(
         model=model, known=request.known, ignored=ignored, device=device,
         policy=policy, tiers=open_tiers(policy, device, plan.tiers, comm, bus), why=request.chosen,
         comm=comm, bus=bus, pool=pool, rounding=rounding, runtime=runtime, units=units, steps=steps,
-        casts=Casts(runtime.scaling), optimizers=optimizers, device_budget=device_budget, nonfinite=nonfinite,
-        pipeline=StepPipeline(runtime.scaling.is_mine, before, after),
+        casts=casts, optimizers=optimizers, budgets=budgets, nonfinite=nonfinite, pipeline=pipeline,
     )  # fmt: skip
     # `apply` may open others, and an attach that fails knows no optimizer but the one it was given.
     undo.callback(lambda: session.tiers.shut())
@@ -113,7 +112,7 @@ def _listen(session: Session, plan: Plan, stock: StockState, choice: Chosen | No
     begin(session.optimizers, session.known)
     begin(runtime.scaling)
     begin(session.nonfinite, policy)
-    session.watches += [make(session) for make in WATCHES]
+    session.watches.extend(make(session) for make in WATCHES)
     undo.callback(lambda: session.tiers.end_steps())
     session.step_tiers()
     undo.callback(watch_steps(session.pipeline))

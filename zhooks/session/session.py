@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -24,8 +24,9 @@ from zhooks.comm import Comm, ControlPlane, Progress
 from zhooks.compiled import uncompiled
 from zhooks.layout import PP, TP, Ignored, UnitPlan
 from zhooks.optim import Optimizers, Rounding, StepPipeline, Steps
-from zhooks.plan import DeviceBudget, check_holds, rest_reserve
+from zhooks.plan import check_holds, rest_reserve
 from zhooks.run import Casts, Runtime
+from zhooks.session.budgets import Budgets
 from zhooks.session.nonfinite import NonFinite
 from zhooks.session.observe import state_held
 from zhooks.session.plug_in import Watch
@@ -53,26 +54,26 @@ class Session:
         peers: what this run keeps in the memory of hosts, once it was asked for.
     """
 
-    model: nn.Module
-    known: tuple[torch.optim.Optimizer, ...]
-    ignored: Ignored
-    device: torch.device
+    model: Final[nn.Module]
+    known: Final[tuple[torch.optim.Optimizer, ...]]
+    ignored: Final[Ignored]
+    device: Final[torch.device]
     policy: Policy
     tiers: Tiers
     why: str
-    comm: Comm
-    bus: Bus
-    pool: Pool
-    rounding: Rounding
-    runtime: Runtime
-    units: list[Unit]
-    steps: Steps
-    casts: Casts
-    optimizers: Optimizers
-    device_budget: DeviceBudget
-    nonfinite: NonFinite
-    pipeline: StepPipeline
-    watches: list[Watch] = field(default_factory=list)
+    comm: Final[Comm]
+    bus: Final[Bus]
+    pool: Final[Pool]
+    rounding: Final[Rounding]
+    runtime: Final[Runtime]
+    units: Final[list[Unit]]
+    steps: Final[Steps]
+    casts: Final[Casts]
+    optimizers: Final[Optimizers]
+    budgets: Final[Budgets]
+    nonfinite: Final[NonFinite]
+    pipeline: Final[StepPipeline]
+    watches: Final[list[Watch]] = field(default_factory=list)
     undo: ExitStack | None = None
     torn: bool = False
     apart: str = ""

@@ -43,7 +43,7 @@ LATER = (
     "zhooks.activation.saved.open_stash",
     "zhooks.activation.saved.open_division",
     "zhooks.activation.saved.open_inputs",
-    "zhooks.session.open.DeviceBudget",
+    "zhooks.session.open.Budgets",
     "zhooks.session.open.StockState",
     "zhooks.session.open.Optimizers",
     "zhooks.session.open.install",
