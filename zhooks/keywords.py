@@ -25,41 +25,20 @@ C = TypeVar("C")
 #: The longest value that is repeated.
 _LONGEST = 40
 
-_STAGE = 'policy={"stage": 3}'
-_HOST = 'policy={"optimizer": {"tier": "host"}}, also for "parameter", "gradient" and "activation"'
-_DTYPES = 'policy={"precision": {"param": "bf16"}}'
-_MOVED = "Move the model first: model.to(device)"
-_UNITS = 'policy={"units": {"classes": ["Block"]}}'
 _PART = (
     "All of the model is loaded, by name and shape. To load only some tensors, with full values, call "
     "model.load_state_dict(state, strict=False) on every rank"
 )
 _MODEL_ALONE = "Write optimizer=() to load the model alone"
 _OBJECTS = 'Write objects={"scheduler": scheduler}'
-_EXTRA = 'Write extra={"step": step}'
-#: Function -> arguments that torch, FSDP, DeepSpeed or transformers have there -> what to write here.
+_TAG = "Make it a part of the folder's path"
+#: Function -> arguments that FSDP2 or DeepSpeed have there -> what to write here.
 ELSEWHERE = {
     "attach": {
-        "activation_checkpointing": 'Write policy={"activation": {"checkpoint": "unit"}}',
-        "auto_wrap_policy": f"Write {_UNITS}",
         "config": "Write policy=, which also takes a DeepSpeed configuration",
-        "cpu_offload": f"Write {_HOST}",
-        "device": _MOVED,
-        "device_id": _MOVED,
-        "device_ids": _MOVED,
-        "device_mesh": "Write mesh=",
         "ignored_params": 'Write policy={"units": {"ignore": ["*.name"]}}',
-        "mixed_precision": f"Write {_DTYPES}",
-        "mp_policy": f"Write {_DTYPES}",
-        "offload": f"Write {_HOST}",
-        "offload_optimizer": 'Write policy={"optimizer": {"tier": "host"}}',
-        "offload_param": 'Write policy={"parameter": {"tier": "host"}}',
-        "offload_policy": f"Write {_HOST}",
-        "param_init_fn": "Write init=",
-        "process_group": "Write mesh=, a DeviceMesh over the whole process group",
-        "sharding_strategy": f"Write {_STAGE}",
-        "sync_module_states": "Write sync=",
-        "zero_stage": f"Write {_STAGE}",
+        "mp_policy": 'Write policy={"precision": {"param": "bf16"}}',
+        "offload_policy": 'Write policy={"optimizer": {"tier": "host"}}, also for "parameter", "gradient" and "activation"',
     },
     "Attachment.gathered": {
         "modifier_rank": "Write write=True to keep the changes of rank 0",
@@ -70,34 +49,11 @@ ELSEWHERE = {
         "load_module_only": _MODEL_ALONE,
         "load_module_strict": _PART,
         "load_optimizer_states": _MODEL_ALONE,
-        "lr_scheduler": _OBJECTS,
-        "map_location": "Drop it: each rank reads its shards to where the policy stores them",
-        "scheduler": _OBJECTS,
         "strict": _PART,
-        "tag": "Make it a part of the folder's path",
-        "weights_only": "Drop it: nothing in a checkpoint is ever run",
+        "tag": _TAG,
     },
-    "Attachment.load_state_dict": {
-        "assign": "Drop it: values are copied into the shards",
-        "strict": _PART,
-    },
-    "Attachment.save": {
-        "client_state": "Write extra=",
-        "epoch": _EXTRA,
-        "lr_scheduler": _OBJECTS,
-        "model": "Drop it: the attached model is saved",
-        "scheduler": _OBJECTS,
-        "step": _EXTRA,
-        "tag": "Make it a part of the folder's path",
-    },
-    "Attachment.save_pretrained": {
-        "is_main_process": "Drop it, and call save_pretrained on every rank",
-        "processing_class": "Write tokenizer=",
-        "push_to_hub": "Upload the folder from one rank once it is written",
-        "safe_serialization": "Drop it: safetensors are always written",
-        "state_dict": "Drop it: values are gathered as they are written",
-        "torch_dtype": "Write dtype=",
-    },
+    "Attachment.load_state_dict": {"strict": _PART},
+    "Attachment.save": {"client_state": "Write extra=", "tag": _TAG},
 }
 
 
