@@ -24,6 +24,7 @@ from offload.errors import (
 )
 from offload.events import Recorder
 from offload.policy import Policy
+from zhooks import report as report
 from zhooks.activation import DIVIDERS as _DIVIDERS
 from zhooks.attach import Attachment, attach
 from zhooks.checkpoint import Saving, latest

@@ -243,7 +243,7 @@ class Attachment:
         Raises:
             CheckpointError: ``state`` is something else; the scale is as it was.
         """
-        self.session.at_rest("load_loss_scale_state").runtime.scaling.checked(state)()
+        self.session.concluded("load_loss_scale_state").runtime.scaling.checked(state)()
 
     @contextmanager
     def gathered(self, *parameters: Tensor, write: bool = False) -> Iterator[list[Tensor]]:
@@ -260,7 +260,7 @@ class Attachment:
         Raises:
             CheckpointError: a parameter belongs to another model, or, with ``write``, is in ``[units] ignore``.
         """
-        session = self.session.at_rest("gathered")
+        session = self.session.concluded("gathered")
         wanted = parameters or tuple(tree.parameters(session.model))
         with gathered(session.units, session.runtime, session.comm, wanted, write, session.ignored) as full:
             yield full

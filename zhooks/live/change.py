@@ -84,7 +84,7 @@ def _change(session: Session, policy: Given, mesh: DeviceMesh | None) -> None:
         with nullcontext() if mesh is None else ControlPlane(session.comm.pp, "apply").all_or_none():
             chosen, axes, islands = _possible(session, policy, mesh)
         with session.runtime.laying_out(), session.steps.changing("apply"):
-            session.at_rest("apply")
+            session.concluded("apply")
             if axes is None:
                 _take_over(session, chosen, islands, None)
                 return
@@ -143,7 +143,7 @@ def _take_over(session: Session, chosen: Policy, islands: Map, moved: Comm | Non
         else:
             # Ranks do not meet any more, so that nothing can be moved back.
             if moved is not None:
-                _tear(session)
+                _bar(session)
             _follow(session, islands)
         raise
     _follow(session, islands)
@@ -212,7 +212,7 @@ def _go_back(
     """A change failed on every rank: what has moved moves back.  Collective."""
     after = replace(session, comm=replace(session.comm))
     # Until all of it is back: if ranks do not meet any more, it stays so.
-    _tear(session)
+    _bar(session)
     for tiers in (after.tiers, before.tiers):
         tiers.end_steps()
     session.tiers, session.policy, session.why, session.rounding.seed = before.tiers, before.policy, before.why, seed
@@ -225,7 +225,7 @@ def _go_back(
     after.tiers.shut_beside(session.tiers)
     session.runtime.saved.follow(session.policy, session.units, session.tiers.store, session.pool.arena)
     session.size_pool(session.runtime.paths.choices.budget)
-    session.torn, session.runtime.members.barred = False, None
+    session.half_moved, session.runtime.members.barred = False, None
 
 
 def _lay_out_all(
@@ -286,9 +286,9 @@ def _follow(session: Session, islands: Map) -> None:
     runtime.paths.choices = Choices(schedule.prefetch, schedule.reshard_after_forward, 0, schedule.uneven)
 
 
-def _tear(session: Session) -> None:
+def _bar(session: Session) -> None:
     """Some units are where another policy has them, and nothing can be done about that."""
-    session.torn = True
+    session.half_moved = True
     session.runtime.members.barred = (
         "forward expected a model under one policy on one mesh, found one whose change to another failed halfway. "
         "Load the last checkpoint in new processes."

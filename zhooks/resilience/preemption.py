@@ -29,7 +29,7 @@ _DEFAULTS = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
 
 def catch_preemption(session: Session, signals: int | Iterable[int]) -> None:
     """See ``Attachment.catch_preemption``.  Collective."""
-    session.at_rest("catch_preemption")
+    session.concluded("catch_preemption")
     ranks, known = ControlPlane(session.comm.stage, "catch_preemption"), _caught(session)
     with ranks.all_or_none():
         chosen = checked_signals(signals)

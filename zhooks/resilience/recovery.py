@@ -47,7 +47,7 @@ def recover(session: Session) -> Recovery:
     if not computes_on_host(session.device):
         raise CapabilityError(f"recover expected parameters on the CPU, found them on {session.device}. {_RESTART}")
     if failure.is_alone:
-        return _at_rest(session, runtime.abandon() or runtime.reducer.holds, "")
+        return _recovered(session, runtime.abandon() or runtime.reducer.holds, "")
     verdict = failure.verdict
     if verdict is not None and verdict.kind == "gone":
         raise DivergenceError(f"{verdict.problem} recover() needs every rank. {_RESTART}")
@@ -80,12 +80,12 @@ def recover(session: Session) -> Recovery:
     stages = [{rank: every[rank] for rank in ranks} for ranks in stage.siblings or (stage.ranks,)]
     session.apart = next((found for found in map(_apart, stages) if found), "") or _stages_apart(stages)
     cause = next((one["cause"] for one in every if one["cause"]), "")
-    recovered = _at_rest(session, any(one["lost"] for one in every), cause)
+    recovered = _recovered(session, any(one["lost"] for one in every), cause)
     session.check_whole("recover:")
     return recovered
 
 
-def _at_rest(session: Session, lost: bool, cause: str) -> Recovery:
+def _recovered(session: Session, lost: bool, cause: str) -> Recovery:
     if lost:
         session.runtime.reducer.drop()
         session.steps.dropped = True

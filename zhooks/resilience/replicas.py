@@ -43,7 +43,7 @@ class Replica:
         Raises:
             CapabilityError: what would not be right among replicas that come and go; nothing has changed.
         """
-        session = self.session.at_rest("replicas")
+        session = self.session.concluded("replicas")
         ranks = ControlPlane(session.comm.stage, "replicas")
         if jobs is not None:
             with ranks.all_or_none():
@@ -84,7 +84,7 @@ class Replica:
 
     def run_together(self, check: Callable[[], None]) -> None:
         """What ``check`` raises on one rank is raised on all ranks of this job.  Collective."""
-        session = self.session.at_rest("replicas")
+        session = self.session.concluded("replicas")
         with ControlPlane(session.comm.stage, "replicas").all_or_none():
             check()
 
@@ -130,7 +130,7 @@ class Replica:
             header: of its ``OfferedState``; ``ask`` asks that for elements.
         """
         session = self.session
-        # What is written beside training is held where the peer's state will be.
+        # What a background save writes is held where the peer's state will be.
         finish_saving(session, "replicas")
         run, facts = self._run(), self.facts()
         with session.steps.changing("replicas"):

@@ -171,7 +171,7 @@ def close_session(session: Session) -> nn.Module:
         finish_saving(session, "detach")
         runtime = session.runtime
         with runtime.laying_out():
-            session.at_rest("detach")
+            session.concluded("detach")
             runtime.reducer.reduce_owed()
             runtime.reducer.read_exchange()
             optimizers = session.optimizers.with_ranges("detach")

@@ -46,7 +46,7 @@ class Session:
             ``apply`` changes these three, and what ``comm`` consists of.
         units: as they are laid out now; one list as long as the model is attached.
         undo: puts the plain model back, and closes what was opened; None once the model is detached.
-        torn: a move to another policy or mesh failed halfway, and could not be taken back.
+        half_moved: a move to another policy or mesh failed halfway, and could not be taken back.
         apart: why only a load may come next: a recovery found ranks at different steps; "" if there is no reason.
         saving: the last save that was begun in the background.
         run: whose checkpoints later ones replace; a run that is resumed is the one that it loads.
@@ -75,7 +75,7 @@ class Session:
     pipeline: Final[StepPipeline]
     watches: Final[list[Watch]] = field(default_factory=list)
     undo: ExitStack | None = None
-    torn: bool = False
+    half_moved: bool = False
     apart: str = ""
     saving: checkpoint.Saving | None = None
     run: str = ""
@@ -92,14 +92,14 @@ class Session:
             raise AttachError(
                 f"{verb} expected an attached model, found one that was detached already. To go on training, attach it again."
             )
-        if self.torn:
+        if self.half_moved:
             raise AttachError(
                 f"{verb} expected a model under one policy on one mesh, found one whose change to another failed halfway, "
                 "because ranks or tiers failed. Load the last checkpoint in new processes."
             )
         return self
 
-    def at_rest(self, verb: str) -> Session:
+    def concluded(self, verb: str) -> Session:
         """The session, for a verb that reads or writes values: after the step that early updates were made for.
 
         Raises:
@@ -116,7 +116,7 @@ class Session:
     def verb(self, name: str) -> Iterator[Session]:
         """A span around a verb that reads or writes values: observers see what memory is for that is taken meanwhile."""
         with self.bus.verb(name):
-            yield self.at_rest(name)
+            yield self.concluded(name)
 
     def check_whole(self, verb: str) -> None:
         """Raise DivergenceError after a recovery that found ranks at different steps; on every rank."""
@@ -163,9 +163,9 @@ class Session:
 
     def build_context(self) -> BuildContext:
         """What flats are built on."""
-        runtime, beside = self.runtime, {TP: self.comm.tp, PP: self.comm.pp}
+        runtime, other_axes = self.runtime, {TP: self.comm.tp, PP: self.comm.pp}
         pretrained = callable(getattr(uncompiled(self.model), "save_pretrained", None))
-        links = Links(self.bus, self.tiers.store, beside, runtime, runtime.node, runtime.scaling, pretrained)
+        links = Links(self.bus, self.tiers.store, other_axes, runtime, runtime.node, runtime.scaling, pretrained)
         return BuildContext(self.comm, self.pool, links)
 
     def size_pool(self, spare: int | None) -> None:

@@ -135,7 +135,7 @@ def name_run(session: Session, ranks: ControlPlane) -> None:
 
 
 def finish_saving(session: Session, verb: str) -> None:
-    """Wait for the save that goes on beside training.  Collective if there is one.
+    """Wait for the background save.  Collective if there is one.
 
     Raises:
         CheckpointError: it failed, and nobody was told; once.

@@ -151,14 +151,14 @@ class Replanning:
             elif ready == _NEVER:
                 # This pass may be the closure's own, inside a step; and steps over tiers take none.
                 self.close()
-                self._tell(
+                self._say(
                     f"{self._said} not checked: its optimizer is stepped with a closure, which tiers do not allow."
                 )
             elif self._steps >= _LAST:
                 self.close()
-                self._tell(f"{self._said} not checked: each training pass began before the backward of another.")
+                self._say(f"{self._said} not checked: each training pass began before the backward of another.")
 
-    def _tell(self, why: str) -> None:
+    def _say(self, why: str) -> None:
         """``describe()`` and observers say what came of it."""
         self._session.why = f"{self._session.why}\n{why}"
         self._bus.instant("policy replanned", why)
@@ -183,14 +183,14 @@ class Replanning:
             named = ranks.on_first(lambda: [str(decision.candidate or ""), decision.why])
         except Exception as error:
             # Of whatever kind: the others, whom it was told, go on training, and wait for this rank.
-            self._tell(f"{self._said} not checked: {error}")
+            self._say(f"{self._said} not checked: {error}")
             return
         finally:
             self.close()
         chosen = next((each for each in _listed(self._choice) if str(each) == named[0]), None)
         failed = "" if chosen is None else go_over(self._session, chosen.policy(self._choice.base))
         undone = f" The change failed and was undone: {failed}" if failed else ""
-        self._tell(f"{self._said} {named[1]}{undone}")
+        self._say(f"{self._said} {named[1]}{undone}")
 
     def _measured(self) -> _Measured:
         choice, (now, most) = self._choice, self._seam.used()
