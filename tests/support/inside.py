@@ -67,7 +67,7 @@ def has_store(attachment: zhooks.Attachment) -> bool:
 
 
 def stepper_of(attachment: zhooks.Attachment) -> Stepper | None:
-    return attachment.session.tiers.stepper
+    return attachment.session.stepper
 
 
 def is_heard(attachment: zhooks.Attachment) -> bool:

@@ -1,4 +1,4 @@
-"""The tiers of an attachment, open: the store of what is kept off the device, and what steps optimizers over it.
+"""The tiers of an attachment, open: the store of what is kept off the device.
 
 ``session/open.py`` opens them as ``plan/tiers.py`` admitted, and asks nothing else whether there are any: an attachment that
 keeps everything on the device has tiers that do nothing.  It never touches a parameter.
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from types import MappingProxyType
 from typing import ClassVar
-from weakref import WeakMethod
 
 import torch
 
@@ -26,22 +24,8 @@ from offload.store import Store
 from offload.tier import Tier
 from offload.user_warnings import warn_user
 from zhooks.comm import Comm, ControlPlane
-from zhooks.layout import UnitPlan, flats_of
-from zhooks.optim import (
-    InMemory,
-    Optimizers,
-    Overlap,
-    OverTiers,
-    Rounding,
-    Stepper,
-    Updater,
-    WholeUpdater,
-    choices_of,
-    open_worker,
-)
-from zhooks.plan import STAGED_NBYTES, Admission, Need, admit, admit_any
-from zhooks.run import Runtime
-from zhooks.unit import Flat, Unit
+from zhooks.layout import UnitPlan
+from zhooks.plan import Admission, Need, admit, admit_any
 
 __all__ = ["Tiers", "open_tiers"]
 
@@ -51,13 +35,11 @@ class Tiers:
 
     Attributes:
         store: what is kept elsewhere.
-        stepper: what steps optimizers, over it where there is one.
         limits: bytes that each tier may hold, the least of any rank; None is no bound, and so is a tier left out.
         fixed: tables of the policy that cannot change any more.
     """
 
     store: Store | None = None
-    stepper: Stepper | None = None
     limits: Mapping[Tier, int | None] = MappingProxyType({})
     fixed: ClassVar[tuple[str, ...]] = ("units", "comm")
 
@@ -77,23 +59,6 @@ class Tiers:
         """Give back what ``others``, which stay, do not have: nothing is kept there any more."""
         if self.store is not others.store:
             self.shut()
-
-    def step(
-        self, policy: Policy, bus: Bus, units: Sequence[Unit], runtime: Runtime, rounding: Rounding, optimizers: Optimizers
-    ) -> None:
-        """Step ``optimizers`` from now on, as ``policy`` says; ``units`` may change under it."""
-        runtime.reducer.update_early(None)
-        self.stepper = Stepper(
-            open_whole(policy, bus, runtime, optimizers, InMemory()), None, partial(flats_of, units), runtime.due
-        )
-
-    def end_steps(self) -> None:
-        """Leave optimizers to torch again."""
-        if self.stepper is not None:
-            self.stepper.close()
-
-    def adopt(self, optimizers: Sequence[torch.optim.Optimizer], flat: Flat) -> None:
-        """States of a flat that were moved or loaded on the device go to their tier."""
 
     def check_room(self, needed: Mapping[Tier, int]) -> None:
         """Whether new optimizer states of so many bytes fit on their tiers.
@@ -132,20 +97,6 @@ class StoredTiers(Tiers):
     def bound(self) -> None:
         self.store.change_limits(self._admitted.limits)
         self.store.staging_limit = self._admitted.staging_nbytes
-
-    def step(
-        self, policy: Policy, bus: Bus, units: Sequence[Unit], runtime: Runtime, rounding: Rounding, optimizers: Optimizers
-    ) -> None:
-        # A model that is dropped without detach goes while somebody still holds a block.
-        asked = WeakMethod(runtime.make_room)
-        self.store.make_room = lambda: (make_room := asked()) is not None and make_room()
-        self.stepper = open_stepper(policy, self.store, bus, units, runtime, rounding, optimizers)
-
-    def adopt(self, optimizers: Sequence[torch.optim.Optimizer], flat: Flat) -> None:
-        assert self.stepper is not None and self.stepper.updater is not None
-        for optimizer in optimizers:
-            self.stepper.updater.adopt(optimizer, flat)
-            self.stepper.whole.adopt(optimizer, flat)
 
     def check_room(self, needed: Mapping[Tier, int]) -> None:
         for tier, nbytes in needed.items():
@@ -238,38 +189,3 @@ def _disk(policy: Policy, seam: Device, rank: int, bus: Bus, budget: Budget) -> 
         return file
 
     return opened
-
-
-def open_stepper(
-    policy: Policy,
-    store: Store,
-    bus: Bus,
-    units: Sequence[Unit],
-    runtime: Runtime,
-    rounding: Rounding,
-    optimizers: Optimizers,
-) -> Stepper:
-    """What steps ``optimizers`` over the tiers, listening from now on; ``units`` may change under it."""
-    updater = Updater(
-        store,
-        bus,
-        partial(flats_of, units),
-        choice_of=choices_of(policy, rounding),
-        ahead=min(policy.schedule.prefetch, 1),
-    )
-    reducer = runtime.reducer
-    overlap: Overlap | None = None
-    if policy.optimizer.overlap:
-        axis = reducer.comm.stage.axis
-        # On a device that computes by itself an update takes none of backward's time.
-        worker = open_worker(store.compute) if policy.optimizer.compute == "host" else None
-        overlap = Overlap(updater, optimizers, worker, rank=axis.ranks[axis.rank])
-    reducer.update_early(overlap)
-    whole = open_whole(policy, bus, runtime, optimizers, OverTiers(store, ahead=min(policy.schedule.prefetch, 1)))
-    return Stepper(whole, updater, updater.flats, runtime.due, overlap)
-
-
-def open_whole(policy: Policy, bus: Bus, runtime: Runtime, optimizers: Optimizers, tiers: InMemory) -> WholeUpdater:
-    """What updates the parameters that optimizers see whole."""
-    shard = runtime.reducer.comm.shard
-    return WholeUpdater(optimizers.owners, shard, bus, policy.comm.buffer, tiers, 2 * STAGED_NBYTES)

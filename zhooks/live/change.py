@@ -36,7 +36,7 @@ from zhooks.plan import (
     warn_of_unmatched,
 )
 from zhooks.run import Choices, Map, chart
-from zhooks.session import Session, admit_change, admit_layout, finish_saving
+from zhooks.session import Session, admit_change, admit_layout, adopt_states, finish_saving, open_stepper
 from zhooks.unit import Unit
 
 __all__ = ["apply", "follow_freezes", "go_over"]
@@ -192,7 +192,7 @@ def _move(
     session.tiers, session.policy, session.why, session.rounding.seed = tiers, chosen, "", chosen.optimizer.seed
     # Over the ranks that they were added up for.
     session.runtime.reducer.reduce_owed()
-    before.tiers.end_steps()
+    before.end_steps()
     tiers.bound()
     session.pool.clear()
     session.comm.become(moved or before.comm)
@@ -213,8 +213,8 @@ def _go_back(
     after = replace(session, comm=replace(session.comm))
     # Until all of it is back: if ranks do not meet any more, it stays so.
     _bar(session)
-    for tiers in (after.tiers, before.tiers):
-        tiers.end_steps()
+    after.end_steps()
+    before.end_steps()
     session.tiers, session.policy, session.why, session.rounding.seed = before.tiers, before.policy, before.why, seed
     session.pool.clear()
     session.comm.become(before.comm)
@@ -240,7 +240,7 @@ def _lay_out_all(
     """Move units from where ``before`` has them, in this order, and the owners of what ``others`` update whole.  Collective."""
     ranks = ControlPlane(session.comm.stage, "apply")
     with ranks.all_or_none():
-        session.step_tiers()
+        session.stepper = open_stepper(session)
         session.pool.keep(shards_reserve(session.policy, session.device, plans), session.device)
     _lay_out(session, units, plans, optimizers, before.build_context())
     for optimizer in others:
@@ -248,7 +248,7 @@ def _lay_out_all(
         owned.append(optimizer)
     with ranks.all_or_none():
         for flat in session.flats():
-            session.tiers.adopt(optimizers, flat)
+            adopt_states(session, optimizers, flat)
 
 
 def _lay_out(
@@ -260,7 +260,7 @@ def _lay_out(
 ) -> None:
     """``before``: what units are built on that have not moved yet; ``units``: all, in the order in which they do."""
     session.runtime.reducer.reduce_owed()
-    adopt = partial(session.tiers.adopt, optimizers)
+    adopt = partial(adopt_states, session, optimizers)
     try:
         relayout_units(session.model, units, plans, session.build_context(), optimizers, adopt, before)
     finally:

@@ -18,6 +18,7 @@ from zhooks.session.state import (
     save_run,
     take_full,
 )
+from zhooks.session.stepping import adopt_states, open_stepper
 
 __all__ = [
     "CHOOSERS",
@@ -30,6 +31,7 @@ __all__ = [
     "abandon",
     "admit_change",
     "admit_layout",
+    "adopt_states",
     "close_session",
     "finish_saving",
     "load_full",
@@ -37,6 +39,7 @@ __all__ = [
     "name_run",
     "needed",
     "open_session",
+    "open_stepper",
     "run_to_load",
     "run_to_save",
     "save_run",

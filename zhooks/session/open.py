@@ -28,6 +28,7 @@ from zhooks.session.nonfinite import NonFinite
 from zhooks.session.plug_in import WATCHES, Chosen, needed
 from zhooks.session.session import Session
 from zhooks.session.state import finish_saving
+from zhooks.session.stepping import open_stepper
 from zhooks.tensor import Registries
 from zhooks.unit import Pool, Unit
 
@@ -113,8 +114,8 @@ def _listen(session: Session, plan: Plan, stock: StockState, choice: Chosen | No
     begin(runtime.scaling)
     begin(session.nonfinite, policy)
     session.watches.extend(make(session) for make in WATCHES)
-    undo.callback(lambda: session.tiers.end_steps())
-    session.step_tiers()
+    undo.callback(session.end_steps)
+    session.stepper = open_stepper(session)
     undo.callback(watch_steps(session.pipeline))
     undo.callback(comm.failure.ask, None)
     comm.failure.ask(session.progress)
@@ -127,8 +128,8 @@ def _listen(session: Session, plan: Plan, stock: StockState, choice: Chosen | No
 
 
 def _stepper(session: Session) -> Stepper:
-    assert session.tiers.stepper is not None
-    return session.tiers.stepper
+    assert session.stepper is not None
+    return session.stepper
 
 
 def _reduce_held(runtime: Runtime, step: Step) -> None:

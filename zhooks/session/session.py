@@ -23,13 +23,14 @@ from zhooks.build import BuildContext, Tiers
 from zhooks.comm import Comm, ControlPlane, Progress
 from zhooks.compiled import uncompiled
 from zhooks.layout import PP, TP, Ignored, UnitPlan
-from zhooks.optim import Optimizers, Rounding, StepPipeline, Steps
+from zhooks.optim import Optimizers, Rounding, Stepper, StepPipeline, Steps
 from zhooks.plan import check_holds, rest_reserve
 from zhooks.run import Casts, Runtime
 from zhooks.session.budgets import Budgets
 from zhooks.session.nonfinite import NonFinite
 from zhooks.session.observe import state_held
 from zhooks.session.plug_in import Watch
+from zhooks.session.stepping import adopt_states
 from zhooks.unit import Flat, Links, Pool, Unit
 
 __all__ = ["Session"]
@@ -42,8 +43,9 @@ class Session:
     Attributes:
         known: the optimizer that ``attach`` was given, if any.
         ignored: what of the model stays as it is.
-        policy, tiers, why: the current policy, the tiers opened for it, and why it was chosen, where it was left to zhooks;
-            ``apply`` changes these three, and what ``comm`` consists of.
+        policy: the current one; ``apply`` changes it, ``tiers``, ``why``, ``stepper``, and what ``comm`` consists of.
+        why: why this policy was chosen, where it was left to zhooks.
+        stepper: steps optimizers over the current tiers.
         units: as they are laid out now; one list as long as the model is attached.
         undo: puts the plain model back, and closes what was opened; None once the model is detached.
         half_moved: a move to another policy or mesh failed halfway, and could not be taken back.
@@ -61,6 +63,7 @@ class Session:
     policy: Policy
     tiers: Tiers
     why: str
+    stepper: Stepper | None = None
     comm: Final[Comm]
     bus: Final[Bus]
     pool: Final[Pool]
@@ -177,9 +180,10 @@ class Session:
         self.size_pool(spare)
         self.runtime.paths.choices = replace(self.runtime.paths.choices, budget=spare)
 
-    def step_tiers(self) -> None:
-        """Optimizers step over the current tiers from now on."""
-        self.tiers.step(self.policy, self.bus, self.units, self.runtime, self.rounding, self.optimizers)
+    def end_steps(self) -> None:
+        """Leave optimizers to torch again."""
+        if self.stepper is not None:
+            self.stepper.close()
 
     def run_state(
         self, verb: str, optimizers: tuple[Any, ...], objects: Mapping[str, Any] | None, extra: Mapping[str, Any] | None = None
@@ -188,10 +192,10 @@ class Session:
         checkpoint.check_handed(verb, objects, extra)
         check_holds(optimizers, self.model, verb)
         about = {"stage": self.policy.stage, "table": dict(self.policy.table())}
-        runtime, tiers = self.runtime, self.tiers
+        runtime = self.runtime
         return checkpoint.RunState(
             self.model, self.units, self.comm, runtime.reducer, self.bus, optimizers, objects, about, runtime.scaling,
-            partial(tiers.adopt, optimizers), tiers.check_room, self.rounding, self.ignored,
+            partial(adopt_states, self, optimizers), self.tiers.check_room, self.rounding, self.ignored,
         )
 
     # What the bus and a lost rank's peers hold weakly, as methods.

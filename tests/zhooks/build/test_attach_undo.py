@@ -54,7 +54,7 @@ LATER = (
     "zhooks.optim.optimizers.Optimizers.open",
     "zhooks.grad.scaling.Scaling.open",
     "zhooks.session.open.watch_steps",
-    "zhooks.build.tiers.open_stepper",
+    "zhooks.session.open.open_stepper",
     "offload.events.Bus.stated_by",
 )
 #: Of these every rank runs its own, and may fail alone: the call that fails is the second or third of its kind.
@@ -64,7 +64,7 @@ ALONE = (
     "zhooks.unit.flat.Flat.adopt",
     "zhooks.build.shard._swap_in",
     "zhooks.session.open.install",
-    "zhooks.build.tiers.open_stepper",
+    "zhooks.session.open.open_stepper",
     "torch.nn.Module.register_forward_hook",
 )
 

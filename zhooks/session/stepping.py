@@ -1,0 +1,53 @@
+"""What steps the optimizers of a session: parameters updated whole, and what is kept on tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakMethod
+
+from torch.optim import Optimizer
+
+from zhooks.optim import InMemory, Overlap, OverTiers, Stepper, Updater, WholeUpdater, choices_of, open_worker
+from zhooks.plan import STAGED_NBYTES
+from zhooks.unit import Flat
+
+if TYPE_CHECKING:
+    from zhooks.session.session import Session
+
+__all__ = ["adopt_states", "open_stepper"]
+
+
+def open_stepper(session: Session) -> Stepper:
+    """What steps optimizers over the current tiers, by the current policy."""
+    policy, runtime, store, optimizers = session.policy, session.runtime, session.tiers.store, session.optimizers
+    reducer, bus, ahead = runtime.reducer, session.bus, min(session.policy.schedule.prefetch, 1)
+    updater: Updater | None = None
+    overlap: Overlap | None = None
+    if store is not None:
+        # A model that is dropped without detach goes while somebody still holds a block.
+        asked = WeakMethod(runtime.make_room)
+        store.make_room = lambda: (make_room := asked()) is not None and make_room()
+        updater = Updater(
+            store, bus, lambda: list(session.flats()), choice_of=choices_of(policy, session.rounding), ahead=ahead
+        )
+        if policy.optimizer.overlap:
+            axis = session.comm.stage.axis
+            # On a device that computes by itself an update takes none of backward's time.
+            worker = open_worker(store.compute) if policy.optimizer.compute == "host" else None
+            overlap = Overlap(updater, optimizers, worker, rank=axis.ranks[axis.rank])
+    reducer.update_early(overlap)
+    in_rounds = InMemory() if store is None else OverTiers(store, ahead=ahead)
+    whole = WholeUpdater(
+        optimizers.owners, session.comm.shard, bus, policy.comm.buffer, in_rounds, 2 * STAGED_NBYTES
+    )
+    return Stepper(whole, updater, session.flats if updater is None else updater.flats, runtime.due, overlap)
+
+
+def adopt_states(session: Session, optimizers: Sequence[Optimizer], flat: Flat) -> None:
+    """States of a flat that were moved or loaded on the device go to their tier."""
+    stepper = session.stepper
+    if stepper is not None and stepper.updater is not None:
+        for optimizer in optimizers:
+            stepper.updater.adopt(optimizer, flat)
+            stepper.whole.adopt(optimizer, flat)
