@@ -37,7 +37,7 @@ def resume_run(
     session: Session, folders: str | Path | Sequence[str | Path], optimizer: Given, objects: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
     """See ``Attachment.resume``.  Collective."""
-    with session.verb("resume"):
+    with session.verb("resume", whole=False):
         finish_saving(session, "resume")
         session.runtime.due()
         ranks = ControlPlane(session.comm.stage, "resume", "")

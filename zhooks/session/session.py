@@ -102,24 +102,26 @@ class Session:
             )
         return self
 
-    def concluded(self, verb: str) -> Session:
+    def concluded(self, verb: str, *, whole: bool = True) -> Session:
         """The session, for a verb that reads or writes values: after the step that early updates were made for.
 
+        Args:
+            whole: ranks must be at one step; a load brings them back to one.
         Raises:
             DivergenceError: ranks are at different steps; on every rank.
         """
         self.attached(verb)
-        if verb not in ("load", "resume"):
+        if whole:
             self.check_whole(verb)
         self.runtime.conclude()
         self.runtime.reducer.updates_due(verb)
         return self
 
     @contextmanager
-    def verb(self, name: str) -> Iterator[Session]:
+    def verb(self, name: str, *, whole: bool = True) -> Iterator[Session]:
         """A span around a verb that reads or writes values: observers see what memory is for that is taken meanwhile."""
         with self.bus.verb(name):
-            yield self.concluded(name)
+            yield self.concluded(name, whole=whole)
 
     def check_whole(self, verb: str) -> None:
         """Raise DivergenceError after a recovery that found ranks at different steps; on every rank."""

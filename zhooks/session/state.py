@@ -155,7 +155,7 @@ def load_run(
     session: Session, folder: str | Path | Sequence[str | Path], optimizer: Given, objects: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """See ``Attachment.load``.  Collective."""
-    with session.verb("load"):
+    with session.verb("load", whole=False):
         finish_saving(session, "load")
         session.runtime.due()
         run = run_to_load(session, ControlPlane(session.comm.stage, "load", shown_path(folder)), "load", optimizer, objects)
