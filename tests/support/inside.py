@@ -40,7 +40,7 @@ def plans_of(attachment: zhooks.Attachment) -> list[UnitPlan]:
 
 
 def flats_of(attachment: zhooks.Attachment) -> list[Flat]:
-    return list(attachment.session.flats())
+    return [flat for unit in units_of(attachment) for flat in unit.flats]
 
 
 def runtime_of(attachment: zhooks.Attachment) -> Runtime:

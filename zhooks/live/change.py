@@ -22,7 +22,7 @@ from zhooks.activation import check_axis
 from zhooks.build import BuildContext, Tiers
 from zhooks.checkpoint import check_owned, own_anew
 from zhooks.comm import Comm, ControlPlane, policy_facts
-from zhooks.layout import Mesh, Table, UnitPlan
+from zhooks.layout import Mesh, Table, UnitPlan, flats_of
 from zhooks.live.rearrange import another_mesh, close_unused, rearranged
 from zhooks.live.relayout import relayout_units
 from zhooks.plan import (
@@ -247,7 +247,7 @@ def _lay_out_all(
         own_anew(optimizer, session.optimizers.owners, before.comm.shard, session.comm.shard)
         owned.append(optimizer)
     with ranks.all_or_none():
-        for flat in session.flats():
+        for flat in flats_of(session.units):
             adopt_states(session, optimizers, flat)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from offload.errors import ShardedOpError
 from offload.text import shown
 from zhooks.comm import CONTROL, Call
-from zhooks.layout import part_of
+from zhooks.layout import flats_of, part_of
 from zhooks.report.propose_dtypes import BINS, LOWEST, Base, Proposal, Ranges, propose
 from zhooks.run import watch
 from zhooks.session import Session
@@ -226,7 +226,7 @@ def _check(session: Session, prefer: str, loss_scale: float | None) -> None:
             f"calibrate expected gradients that stay until the step, and one calibration at a time, found {found}. apply() a "
             "policy without overlap, or end the other block first."
         )
-    for flat in [flat for flat in session.flats() if flat.kind.compute.is_floating_point]:
+    for flat in [flat for flat in flats_of(session.units) if flat.kind.compute.is_floating_point]:
         if flat.kind.compute is not torch.float32:
             found = str(flat.kind.compute).removeprefix("torch.")
             raise ShardedOpError(

@@ -46,8 +46,8 @@ def describe(session: Session) -> str:
         for row in rows
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    numel = sum(flat.layout.numel for flat in session.flats())
-    padding = sum(flat.layout.padding for flat in session.flats())
+    numel = sum(flat.layout.numel for flat in flats_of(units))
+    padding = sum(flat.layout.padding for flat in flats_of(units))
     on_tp = " on this tp rank" if comm.tp.axis.world > 1 else ""
     flats = sum(len(unit.flats) for unit in units)
     # A unit whose parameters differ in dtype, tier or training has a row for each kind.
@@ -60,7 +60,7 @@ def describe(session: Session) -> str:
     payload = session.runtime.payload()
     if payload is not None and comm.stage.axis.world > 1:
         lines.append(f"According to the plan, a training step gathers and reduces {payload / 2**20:,.2f} MiB in all.")
-    lines.extend(_scaled(session.runtime.scaling, any(flat.kind.compute is torch.float16 for flat in session.flats())))
+    lines.extend(_scaled(session.runtime.scaling, any(flat.kind.compute is torch.float16 for flat in flats_of(units))))
     if named := ignored.named:
         count, few = sum(param.numel() for param in named.values()), ", ".join(list(named)[:3])
         lines.append(f"Ignored, and not reduced: {counted(len(named), 'parameter')}, {count:,} elements ({few}).")

@@ -18,7 +18,7 @@ from offload.text import counted
 from offload.tier import Tier
 from zhooks.comm import Comm
 from zhooks.grad import Reducer
-from zhooks.layout import Ignored, Placement, Table
+from zhooks.layout import Ignored, Placement, Table, flats_of
 from zhooks.optim import plain_parts, sharded_states, vectors_in, with_owners
 from zhooks.report.memory_buffers import buffers
 from zhooks.report.memory_residual import Residue, activations, advice, notes, unaccounted
@@ -125,7 +125,7 @@ class MemoryReport:
 def memory_report(session: Session, heads: int | None) -> MemoryReport:
     """See ``Attachment.memory``."""
     optimizers, residual = session.optimizers.here(), session.runtime.saved.residual.ask(heads)
-    flats, reducer, comm = list(session.flats()), session.runtime.reducer, session.comm
+    flats, reducer, comm = flats_of(session.units), session.runtime.reducer, session.comm
     rows = (
         *_rows("parameter", [(flat.kind.tiers.parameter, _parameter(flat)) for flat in flats]),
         *_rows("gradient", [(flat.kind.tiers.gradient, cell) for flat, cell in _gradients(flats, reducer)]),

@@ -26,6 +26,7 @@ from offload.policy import Policy
 from offload.shards import digest
 from offload.virtual import NAME
 from zhooks.comm import CONTROL, Call, Transport, text_digest
+from zhooks.layout import flats_of
 from zhooks.session import Session
 from zhooks.tensor import ShardedTensor, hash_of
 from zhooks.unit import Flat
@@ -60,7 +61,7 @@ class ReplicaChecks:
         if every is None or (now - self._checked < every and not self._asked):
             return
         self._checked, self._asked = now, False
-        here = list(self._session.flats())
+        here = flats_of(self._session.units)
         flats = [flat for flat in here if flat.layout.padded and self._axis(flat).axis.world > 1]
         # Simulated tensors have no values.
         if not (flats or self._ignored.params) or any(flat.kind.device.type == NAME for flat in here):

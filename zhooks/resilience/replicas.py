@@ -16,6 +16,7 @@ from offload.policy import Policy
 from zhooks import checkpoint, tree
 from zhooks.comm import CONTROL, Call, ControlPlane, policy_facts
 from zhooks.grad import ReplicaSums
+from zhooks.layout import flats_of
 from zhooks.plan import check_holds
 from zhooks.session import Session, finish_saving
 from zhooks.unit import Flat
@@ -79,7 +80,7 @@ class Replica:
             raise _refused(f"{trained[0]}, which [units] ignore excludes from reductions", "Freeze it, or attach it.")
         if reducer.probe is not None or reducer.measured:
             raise _refused("a measurement of gradients in progress", "Close its handle first.")
-        if any(flat.kind.device.type != "cpu" for flat in session.flats()):
+        if any(flat.kind.device.type != "cpu" for flat in flats_of(session.units)):
             raise _refused("parameters on a device other than the CPU, which is untested", "Train on the CPU.")
 
     def run_together(self, check: Callable[[], None]) -> None:
@@ -106,7 +107,7 @@ class Replica:
 
     def facts(self) -> str:
         """A checksum of what must be the same in all jobs: layout, policy and kinds of optimizers."""
-        session, flats, known = self.session, list(self.session.flats()), self._facts
+        session, flats, known = self.session, flats_of(self.session.units), self._facts
         same = known is not None and known[1] is session.policy and len(known[0]) == len(flats)
         if known is None or not same or any(a is not b for a, b in zip(known[0], flats, strict=True)):
             made = checkpoint.replica_facts(self._run(), policy_facts(session.policy))

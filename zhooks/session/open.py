@@ -20,6 +20,7 @@ from zhooks.build import build_units, open_tiers, restore_units
 from zhooks.checkpoint import StockFolders, StockState
 from zhooks.comm import CONTROL, Call, Comm, ControlPlane
 from zhooks.compiled import keep_outside_graphs
+from zhooks.layout import flats_of
 from zhooks.optim import Closures, Optimizers, Owners, Rounding, Step, Stepper, StepPipeline, Steps, watch_steps
 from zhooks.plan import Plan, warn_of_unmatched
 from zhooks.run import Casts, Runtime, install, remove
@@ -54,7 +55,7 @@ def open_session(plan: Plan, comm: Comm, undo: ExitStack, choice: Chosen | None)
             follow_freezes=lambda: _follow_freezes(session), training_begins=lambda: _training_begins(session),
         )  # fmt: skip
         stock = StockState(model, units, comm, runtime.conclude, ignored)
-        owners = Owners(lambda: session.flats(), comm)
+        owners = Owners(lambda: flats_of(units), comm)
         optimizers = Optimizers(partial(ignored.parameters, model), comm.stage, stock, owners)
         nonfinite = NonFinite(comm, units, runtime, steps, virtual=device.type == NAME)
         closures = Closures(comm.world, lambda: session.policy.gradient.reduce == "mean", lambda: runtime.reducer.idle)
@@ -192,7 +193,7 @@ def abandon(session: Session) -> None:
 
     A simulation's model has no values, and gathering all of them takes as long as a step.
     """
-    for flat in session.flats():
+    for flat in flats_of(session.units):
         flat.detach()
     _close(session)
 

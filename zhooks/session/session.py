@@ -31,7 +31,7 @@ from zhooks.session.nonfinite import NonFinite
 from zhooks.session.observe import state_held
 from zhooks.session.plug_in import Watch
 from zhooks.session.stepping import adopt_states
-from zhooks.unit import Flat, Links, Pool, Unit
+from zhooks.unit import Links, Pool, Unit
 
 __all__ = ["Session"]
 
@@ -138,10 +138,6 @@ class Session:
     def plans(self) -> list[UnitPlan]:
         """How units are laid out now."""
         return [unit.plan for unit in self.units]
-
-    def flats(self) -> Iterator[Flat]:
-        """The flats of all units, as they are laid out now."""
-        return (flat for unit in self.units for flat in unit.flats)
 
     def units_of(self, verb: str, module: nn.Module | None) -> list[Unit]:
         """The units that hold parameters of a module; None is all of the model.  Collective.

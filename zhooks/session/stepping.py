@@ -8,6 +8,7 @@ from weakref import WeakMethod
 
 from torch.optim import Optimizer
 
+from zhooks.layout import flats_of
 from zhooks.optim import InMemory, Overlap, OverTiers, Stepper, Updater, WholeUpdater, choices_of, open_worker
 from zhooks.plan import STAGED_NBYTES
 from zhooks.unit import Flat
@@ -22,15 +23,17 @@ def open_stepper(session: Session) -> Stepper:
     """What steps optimizers over the current tiers, by the current policy."""
     policy, runtime, store, optimizers = session.policy, session.runtime, session.tiers.store, session.optimizers
     reducer, bus, ahead = runtime.reducer, session.bus, min(session.policy.schedule.prefetch, 1)
+
+    def flats() -> list[Flat]:
+        return flats_of(session.units)
+
     updater: Updater | None = None
     overlap: Overlap | None = None
     if store is not None:
         # A model that is dropped without detach goes while somebody still holds a block.
         asked = WeakMethod(runtime.make_room)
         store.make_room = lambda: (make_room := asked()) is not None and make_room()
-        updater = Updater(
-            store, bus, lambda: list(session.flats()), choice_of=choices_of(policy, session.rounding), ahead=ahead
-        )
+        updater = Updater(store, bus, flats, choice_of=choices_of(policy, session.rounding), ahead=ahead)
         if policy.optimizer.overlap:
             axis = session.comm.stage.axis
             # On a device that computes by itself an update takes none of backward's time.
@@ -41,7 +44,7 @@ def open_stepper(session: Session) -> Stepper:
     whole = WholeUpdater(
         optimizers.owners, session.comm.shard, bus, policy.comm.buffer, in_rounds, 2 * STAGED_NBYTES
     )
-    return Stepper(whole, updater, session.flats if updater is None else updater.flats, runtime.due, overlap)
+    return Stepper(whole, updater, flats if updater is None else updater.flats, runtime.due, overlap)
 
 
 def adopt_states(session: Session, optimizers: Sequence[Optimizer], flat: Flat) -> None:
