@@ -1,6 +1,6 @@
 """torch.compile beside zhooks: what of ours stays outside compiled graphs, and models seen through the wrappers it makes.
 
-``run/hooks.py`` marks its hooks, ``attach.py`` has the packages named to Dynamo, ``layout/``, ``plan/`` and ``checkpoint/`` ask
+``run/hooks.py`` marks its hooks, the session has the packages named to Dynamo, ``layout/``, ``plan/`` and ``checkpoint/`` ask
 for modules and names without wrappers, and ``run/runtime.py`` whether graphs broke.  It compiles nothing and changes no module.
 
 Note: [Outside compiled graphs]

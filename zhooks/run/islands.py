@@ -1,7 +1,7 @@
 """Where a model changes dtype: the modules that [[rule]] has compute in another dtype than what surrounds them, and what
 units are given in under ``cast_inputs = "unit"``.
 
-``attach.py`` asks for them once units are known, and before ``apply`` changes anything; ``hooks.py`` casts at them.  Pure:
+``plan.py`` asks for them once units are known, and before ``apply`` changes anything; ``hooks.py`` casts at them.  Pure:
 it reads names and dtypes, and installs nothing.
 
 Note: [Islands]
