@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -248,16 +246,3 @@ def test_names_of_files_cannot_command_the_terminal(zprof: Zprof) -> None:
     result = zprof("check", "a\x1b[31m\n.zprof", "--max", "device.peak=1")
     assert result.exit_code == 3
     assert result.stdout == "a?[31m?.zprof: FAILED: device.peak is 5 B, at most 1 B\n"
-
-
-@pytest.mark.parametrize("command", ["check", "diff"])
-def test_help_and_wrong_usage_import_no_torch_and_no_numpy(command: str) -> None:
-    code = (
-        "import sys\nfrom zprof.cli import main\n"
-        f"main(['{command}', '--help'], standalone_mode=False)\n"
-        "heavy = {'torch', 'numpy', 'numba', 'rich', 'pydantic', 'plotly'} & set(sys.modules)\n"
-        "sys.exit(f'{heavy}' if heavy else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"zprof {command} " in done.stdout

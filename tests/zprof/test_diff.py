@@ -68,23 +68,12 @@ def test_a_measure_that_only_one_run_has_is_shown_without_a_change(zprof: Zprof)
     assert any(line.startswith("absent from idle.zprof: step.count, ") for line in lines)
 
 
-def test_piped_output_is_plain(zprof: Zprof) -> None:
-    assert "\x1b" not in zprof("diff", "a.zprof", "b.zprof").stdout
-
-
 @pytest.mark.parametrize(
     ("expression", "fails"),
     [
         ("device.peak>+10%", False),
         ("device.peak>+9.99%", True),
-        ("device.peak>=+10%", True),
-        ("device.peak>+10MiB", False),
-        ("device.peak>+9MiB", True),
-        ("device.peak>110MiB", False),
-        ("device.peak>109MiB", True),
-        ("device.peak<110MiB", False),
         ("device.peak<=110MiB", True),
-        ("device.peak<+11%", True),
         ("device.peak<-5%", False),
         ("device.peak > + 9 MiB", True),
     ],

@@ -7,21 +7,17 @@ import io
 import os
 import pickle
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.zprof_exports import Export, exporting, promtool, refused, well
-from tests.support.zprof_formats import check_exposition, check_nesting, check_speedscope, check_trace_events
+from tests.support.zprof_formats import check_exposition, check_speedscope, check_trace_events
 from tests.support.zprof_traces import HEADER, MIB, sample_rows, write_trace
 from zprof.analysis.ledger import Ledger
 from zprof.analysis.measures import MEASURES
-from zprof.analysis.spans import SpanTable
 from zprof.rows import Row, RowKind, placed
 from zprof.show.exports import exported
 from zprof.show.exports.prometheus import exposition, gauges, named
@@ -175,27 +171,6 @@ def test_a_file_stays_below_40_megabytes_and_says_what_it_left_out(export: Expor
     assert any(event["name"] == "device total" for event in events)
 
 
-SPANS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 30)), max_size=60)
-
-
-@given(SPANS)
-@settings(max_examples=200, deadline=None)
-def test_no_two_spans_of_a_track_cross_and_none_is_lost(found: list[tuple[int, int, int]]) -> None:
-    strings = ["compute", "gather"]
-    columns = np.array([(what, begin, begin + length) for what, begin, length in found], np.int64).reshape(-1, 3)
-    columns = columns[np.lexsort((-columns[:, 2], columns[:, 1]))]
-    what, thread = (columns[:, 0] // 2).astype(np.int32), (columns[:, 0] % 2).astype(np.int32)
-    table = SpanTable(strings, what, what, columns[:, 1], columns[:, 2], columns[:, 1], thread)
-    tracks, left = exported.tracks(table, np.arange(len(table)), {})
-    places = [place for track in tracks for place in track.places]
-    assert sorted(places + left) == list(range(len(table)))
-    for track in tracks:
-        bounds = [(int(table.begin_ns[place]), int(table.end_ns[place])) for place in track.places]
-        check_nesting(bounds)
-        flat = all(before[1] <= after[0] for before, after in pairwise(bounds))
-        assert track.on_thread or flat
-
-
 # --- speedscope ---------------------------------------------------------------------------------------------------------
 
 
@@ -256,13 +231,6 @@ def test_torchs_own_viewer_opens_the_snapshot(export: Export) -> None:
         assert len(draw(found)) > 100
     for draw in (_memory_viz.segments, _memory_viz.memory):
         assert "model.layers" in draw(found, format_flamegraph=str) or draw is _memory_viz.segments
-
-
-def test_a_snapshot_of_several_ranks_is_wrong_usage(export: Export) -> None:
-    write_trace(Path("0.zprof"), [], world=2)
-    write_trace(Path("1.zprof"), [], world=2, rank=1)
-    told = refused(export("0.zprof", "1.zprof", "--format", "torch-snapshot", "-o", "out"), code=2)
-    assert "torch-snapshot: expected one rank, found 2; choose one with --rank" in told and not Path("out").exists()
 
 
 # --- CSV ----------------------------------------------------------------------------------------------------------------

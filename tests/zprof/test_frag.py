@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
@@ -21,7 +18,7 @@ from tests.support.zprof_traces import sample_rows, write_trace
 from zprof.allocator.fragmentation import parts, total, would_succeed
 from zprof.allocator.history import history
 from zprof.allocator.recordings import Recording, of_snapshot, of_trace, replayed_snapshot, score
-from zprof.allocator.snapshot import INACTIVE, Snapshot, checked, plain, reduced
+from zprof.allocator.snapshot import INACTIVE, Snapshot, checked, reduced
 from zprof.allocator.stranding import stranding
 from zprof.cli import main
 from zprof.rows import Row, RowKind, placed
@@ -330,25 +327,3 @@ def test_names_from_a_file_reach_no_terminal_as_they_are(tmp_path: Path) -> None
 def test_an_empty_snapshot_is_an_answer(tmp_path: Path) -> None:
     done = zprof(saved(tmp_path, {"segments": [], "device_traces": []}))
     assert done.exit_code == 0 and "nothing is reserved" in done.output and "no history" in done.output
-
-
-def test_msgpack_and_json_snapshots_are_taken_too(tmp_path: Path) -> None:
-    for name, data in (("a.json", json.dumps(golden()).encode()), ("a.msgpack", msgpack.packb(golden()))):
-        (tmp_path / name).write_bytes(data)
-        assert zprof(str(tmp_path / name), "--need", "60MiB").exit_code == 0
-
-
-def test_a_snapshot_without_history_needs_no_numba_and_nothing_needs_torch(tmp_path: Path) -> None:
-    raw = golden()
-    raw["device_traces"] = []
-    code = (
-        "import sys; from zprof.cli import main; main(['frag', sys.argv[1]], standalone_mode=False); "
-        "sys.exit(', '.join({'torch', 'numba'} & set(sys.modules)) or 0)"
-    )
-    command = [sys.executable, "-c", code, saved(tmp_path, raw)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_what_is_plain_is_what_was_read() -> None:
-    assert checked(plain(checked(golden(), "x")), "x") == checked(golden(), "x")

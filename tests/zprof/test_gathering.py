@@ -115,7 +115,7 @@ def test_where_nobody_keeps_a_store_any_more_it_is_one_line(tmp_path: Path) -> N
 
 def test_a_store_that_is_silent_is_given_up_by_all_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes connections and never answers, as over a link that was cut; torch's client would read without end."""
-    monkeypatch.setattr(gathering, "_CALL_S", 1.0)
+    monkeypatch.setattr(gathering, "_CALL_S", 0.3)
     paths = traces(tmp_path, 2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
@@ -131,9 +131,9 @@ def test_a_store_that_falls_silent_between_ranks_is_given_up(
     from torch.distributed import PrefixStore
 
     over = threading.Event()
-    monkeypatch.setattr(gathering, "_CALL_S", 2.0)
+    monkeypatch.setattr(gathering, "_CALL_S", 0.5)
     monkeypatch.setattr(PrefixStore, asked, lambda *_: over.wait())
-    first, second = together(traces(tmp_path, 2), patience_s=5.0)
+    first, second = together(traces(tmp_path, 2), patience_s=2.0)
     over.set()
     for said in (first, second):
         assert re.search(r"rank [01]: (the store at 127\.0\.0\.1:\d+ has not answered for|wait timeout)", "\n".join(said)), said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from zprof.analysis import tally
 from zprof.analysis.curves import BYS, Curves, module_of
 from zprof.analysis.ledger import Ledger, Moment, Series
 from zprof.analysis.remainder import fullest_sample
-from zprof.analysis.samples import Samples, thinned
+from zprof.analysis.samples import Samples
 from zprof.rows import CATEGORIES, TIERS, Row, RowKind, TraceError, placed, placement
 from zprof.trace.reader import Trace
 from zprof.trace.writer import Writer
@@ -215,13 +214,6 @@ def test_a_table_groups_by_what_is_asked_and_sums_to_the_peak(run: Ledger) -> No
     assert run.table(peak, "rank") == {"rank 0": run.total(peak)}
 
 
-def test_whoever_else_needs_all_rows_sees_them_in_the_same_pass(tmp_path: Path) -> None:
-    path = write_trace(tmp_path / "t.zprof", sample_rows(steps=3))
-    seen: list[int] = []
-    ledger = Ledger.of(Trace.open(path), also=lambda rows: seen.append(len(rows)))
-    assert sum(seen) == ledger.count == Trace.open(path).count
-
-
 @pytest.mark.parametrize(
     ("key", "module"),
     [
@@ -243,14 +235,6 @@ def test_the_stack_of_a_storage_is_no_part_of_its_module(tmp_path: Path) -> None
     ledger = ledger_of(tmp_path / "t.zprof", rows, level="stack")
     assert ledger.series == [Series("activation", "device", f"h.0.mlp <- a.py:{line} <- b.py:1") for line in (1, 2)]
     assert ledger.table(ledger.end_ns, "unit") == {"h.0.mlp": 16}
-
-
-def test_a_storage_that_changes_its_category_moves_and_makes_no_peak(tmp_path: Path) -> None:
-    old, new = placed("other", "device"), placed("gradient", "device")
-    rows = [row(ALLOC, old, "u", 64, 1, 7), row(FREE, old, "u", 64, 2, 7), row(ALLOC, new, "u", 64, 2, 7)]
-    ledger = ledger_of(tmp_path / "t.zprof", rows)
-    assert ledger.peak("device") == Moment(BEGIN_NS + 2, 64, 3)
-    assert ledger.table(ledger.end_ns, "category") == {"gradient": 64}
 
 
 def test_an_empty_ledger_answers_everything_with_nothing(tmp_path: Path) -> None:
@@ -313,16 +297,6 @@ def test_samples_are_bounded_and_the_highest_outlives_every_thinning() -> None:
     time_ns, value = samples.of(0, ["rss", "key"])["key"]
     assert len(value) <= 74
     assert (int(value.max()), int(time_ns[value.argmax()]), int(time_ns[-1])) == (999, 137, 499)
-
-
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=200), st.integers(2, 40))
-def test_thinning_keeps_the_highest_and_the_last(values: list[int], points: int) -> None:
-    value = np.array(values, np.int64)
-    time_ns, kept = thinned(np.arange(len(value)), value, points)
-    assert len(kept) <= max(points, 2)
-    assert int(kept.max()) == max(values)
-    assert (int(time_ns[-1]), int(kept[-1])) == (len(values) - 1, values[-1])
-    assert kept.tolist() == value[time_ns].tolist()
 
 
 def test_on_a_cpu_the_remainder_is_what_rss_grew_by_beyond_device_and_host(tmp_path: Path) -> None:
@@ -393,14 +367,6 @@ def test_on_cuda_allocator_and_nvml_are_each_held_against_the_next(tmp_path: Pat
     ledger = ledger_of(tmp_path / "t.zprof", rows, device="cuda:1")
     assert [line.nbytes // MIB for line in ledger.remainder(BEGIN_NS + 12)] == [2, 8, 400]
     assert [line.said for line in ledger.remainder(BEGIN_NS)] == ["cuda allocated", "cuda reserved", "nvml memory used"]
-
-
-def test_a_remainder_is_said_minus_ledger_in_every_line(run: Ledger) -> None:
-    lines = run.remainder(run.peak("device").time_ns)
-    assert lines
-    for line in lines:
-        assert line.nbytes == line.said_nbytes - line.ledger_nbytes
-        assert dataclasses.is_dataclass(line) and line.explanation
 
 
 def test_a_ledger_that_holds_nothing_is_reconciled_at_the_highest_sample(tmp_path: Path) -> None:

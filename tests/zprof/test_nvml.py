@@ -187,9 +187,8 @@ def test_a_counter_that_was_reset_loses_one_difference_and_a_jump_is_not_believe
 # --- states -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("values", "state", "said"),
-    [
+def test_nvml_that_does_not_serve_is_a_state_of_one_line(library: Path, tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, int], str, str]] = [
         ({"ret_init": 9}, "no driver", "driver not loaded"),
         ({"ret_init": 4}, "no permission", "no permission"),
         ({"ret_init": 18}, "mismatch", "driver and library versions differ"),
@@ -198,14 +197,13 @@ def test_a_counter_that_was_reset_loses_one_difference_and_a_jump_is_not_believe
         ({"count": 0}, "no devices", "no devices"),
         ({"unreachable": 1}, "lost", "GPU is lost"),
         ({"lost": 1}, "lost", "GPU is lost"),
-    ],
-)
-def test_nvml_that_does_not_serve_is_a_state_of_one_line(
-    library: Path, tmp_path: Path, values: dict[str, int], state: str, said: str
-) -> None:
-    opened, sample, _ = asked(library, tmp_path, values, MINE, SAMPLE, CLOSE)
-    assert opened["state"] == state and said in opened["why"] and opened["why"].isprintable()
-    assert set(sample) == {"seconds"}
+    ]
+    script = [step for values, *_ in cases for step in ({"set": {**Slots.defaults, **values}}, MINE, SAMPLE, CLOSE)]
+    answers = asked(library, tmp_path, {}, *script)
+    for place, (values, state, said) in enumerate(cases):
+        opened, sample = answers[4 * place + 1 : 4 * place + 3]
+        assert opened["state"] == state and said in opened["why"] and opened["why"].isprintable(), values
+        assert set(sample) == {"seconds"}, values
 
 
 def test_without_the_library_the_state_is_absent_and_the_bindings_are_not_imported(tmp_path: Path) -> None:

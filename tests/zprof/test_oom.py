@@ -22,6 +22,7 @@ from offload.text import as_size
 from offload.tier import Tier
 from tests.support.cgroups import cgroup_of
 from tests.support.forked import launch, python
+from tests.support.slow import slow
 from tests.support.zprof_traces import HEADER, KIB, MIB, write_trace
 from zprof.analysis.analysis import Analysis
 from zprof.oom.changes import Plight
@@ -477,7 +478,7 @@ def test_where_the_disk_alone_is_not_enough_what_is_named_beside_it_is(tmp_path:
     assert '[gradient] tier = "disk"' in said("host", "disk", "2400 KiB")
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [*slow(1), 2])
 def test_states_that_the_devices_budget_refuses_are_called_so_and_the_tier_that_is_proposed_fits(
     tmp_path: Path, world: int
 ) -> None:
@@ -798,12 +799,7 @@ if sys.argv[3:]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("left_mib", "limit"),
-    [
-        (60, "RLIMIT_DATA"),
-        pytest.param(4, "RLIMIT_AS", marks=pytest.mark.slow),
-        pytest.param(4, "RLIMIT_DATA", marks=pytest.mark.slow),
-        pytest.param(60, "RLIMIT_AS", marks=pytest.mark.slow),
-    ],
+    [(60, "RLIMIT_DATA"), (4, "RLIMIT_AS"), (4, "RLIMIT_DATA"), (60, "RLIMIT_AS")],
 )
 def test_a_script_that_leaves_little_memory_is_not_ended_by_what_the_recording_loads(
     tmp_path: Path, left_mib: int, limit: str

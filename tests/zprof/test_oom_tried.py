@@ -55,9 +55,6 @@ def fixed():
 """
 #: Words after ``zprof oom``, by the name under which their results are kept.
 COMMANDS = {
-    "untried": "real.zprof",
-    "real": "real.zprof --job job.py:job --hardware h100 --json",
-    "cuda": "cuda.zprof --job job.py:large --hardware h100 --json",
     "less": "cuda.zprof --job job.py:fixed --hardware h100 --device 1MiB --host 1MiB --disk 1MiB",
     "other": "cuda.zprof --job job.py:job --hardware h100 --device 1GiB",
     "fine": "fine.zprof",
@@ -65,6 +62,12 @@ COMMANDS = {
     "unused": "real.zprof --host 3GiB",
     "more": "cuda.zprof --job job.py:job --hardware h100 --device 1TiB",
     "near": "cuda.zprof --job job.py:job --hardware h10",
+}
+#: Those that try many changes, for the slow tests.
+TRIALS = {
+    "untried": "real.zprof",
+    "real": "real.zprof --job job.py:job --hardware h100 --json",
+    "cuda": "cuda.zprof --job job.py:large --hardware h100 --json",
 }
 
 
@@ -89,6 +92,13 @@ def made(tmp_path_factory: pytest.TempPathFactory, virtual_ranks: Pool) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def tried(made: Path, virtual_ranks: Pool) -> Path:
+    """The same folder, with the results of `TRIALS`."""
+    virtual_ranks.run(WRITE_RESULTS, folder=str(made), command="oom", words=TRIALS)
+    return made
+
+
 def result(made: Path, name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((made / f"{name}.result").read_text())
     assert "Traceback" not in found["err"] and found["raised"].startswith(("None", "SystemExit(")), found
@@ -101,35 +111,35 @@ def body(made: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_without_a_job_what_is_offered_says_that_it_was_not_tried(made: Path) -> None:
-    found = result(made, "untried")
+def test_without_a_job_what_is_offered_says_that_it_was_not_tried(tried: Path) -> None:
+    found = result(tried, "untried")
     assert found["code"] == 0 and found["out"].startswith("out of memory: [budget] device refused ")
     assert '\n  [optimizer] tier = "host": saves ' in found["out"] and ": fits" not in found["out"]
     assert found["out"].rstrip().splitlines()[-1].startswith("not tried: zprof oom RUN --job module:function --hardware FILE")
 
 
 @pytest.mark.slow
-def test_what_the_simulator_says_of_a_real_run_s_remedies_is_so(made: Path) -> None:
-    found = body(made, "real")
-    assert result(made, "real")["code"] == 0 and found["failure"]["bound"] == "[budget] device"
+def test_what_the_simulator_says_of_a_real_run_s_remedies_is_so(tried: Path) -> None:
+    found = body(tried, "real")
+    assert result(tried, "real")["code"] == 0 and found["failure"]["bound"] == "[budget] device"
     assert found["as_it_ran"]["tried"] and not found["as_it_ran"]["fits"] and "[budget] device is" in found["as_it_ran"]["why"]
     changes = {each["what"]: each for each in found["changes"] if each["tried"]}
     chosen = changes['[optimizer] tier = "host"']
     assert chosen["fits"] and chosen["step_s"] > 0 and chosen["host_bytes"] >= 2 * MIB and chosen["device_bytes"] < 4 * MIB
     for what, trial in changes.items():
         policy = {key: value for key, value in trial["policy"].items() if key not in ("disk", "rule", "budget")}
-        really = python("train.py", json.dumps(policy), at=made)
+        really = python("train.py", json.dumps(policy), at=tried)
         assert (really.returncode == 0) == trial["fits"], (what, really.stderr)
     assert found["planned"] and all(each["fits"] and each["step_s"] > 0 for each in found["planned"])
     quickest = found["planned"][0]["policy"]
     policy = {key: value for key, value in quickest.items() if key not in ("disk", "rule", "budget")}
-    assert python("train.py", json.dumps(policy), at=made).returncode == 0
+    assert python("train.py", json.dumps(policy), at=tried).returncode == 0
 
 
 @pytest.mark.slow
 @on_a_device_in_python
-def test_what_a_gpu_lacked_is_held_to_what_it_had(made: Path) -> None:
-    found = body(made, "cuda")
+def test_what_a_gpu_lacked_is_held_to_what_it_had(tried: Path) -> None:
+    found = body(tried, "cuda")
     assert found["device_bytes"] == 144 * MIB and not found["as_it_ran"]["fits"]
     assert found["as_it_ran"]["device_bytes"] > 144 * MIB and found["as_it_ran"]["why"] == "a device has 144 MiB"
     changes = {each["what"]: each for each in found["changes"]}

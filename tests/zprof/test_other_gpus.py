@@ -382,9 +382,10 @@ def labels(state: Mapping[str, Any]) -> list[str]:
     return [device["label"] for device in state["devices"]]
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
+def test_until_hip_runs_devices_are_those_the_variables_leave_to_this_process(
+    libraries: dict[Kind, Path], tmp_path: Path
+) -> None:
+    cases: list[tuple[dict[str, str], list[str]]] = [
         ({}, ["0", "1", "2", "3"]),
         ({"HIP_VISIBLE_DEVICES": "2,0"}, ["2", "0"]),
         ({"CUDA_VISIBLE_DEVICES": "3"}, ["3"]),
@@ -395,18 +396,17 @@ def labels(state: Mapping[str, Any]) -> list[str]:
         ({"HIP_VISIBLE_DEVICES": "1,7,0"}, ["1"]),
         ({"HIP_VISIBLE_DEVICES": ""}, []),
         ({"ROCR_VISIBLE_DEVICES": "GPU-0123456789abcdef"}, []),
-    ],
-)
-def test_until_hip_runs_devices_are_those_the_variables_leave_to_this_process(
-    libraries: dict[Kind, Path], tmp_path: Path, variables: dict[str, str], expected: list[str]
-) -> None:
-    opened, sample = asked(libraries[Amd], Amd, tmp_path, {"count": 4}, MINE, SAMPLE, **variables)
-    assert labels(opened) == expected
-    assert [sample[f"gpu{place} amd memory used"] for place in range(len(expected))] == [
-        (1000 + int(label)) * MIB for label in expected
     ]
-    assert any("HIP may number devices differently" in note for note in opened["notes"])
-    assert (opened["state"] == "ok") == bool(expected)
+    unset = dict.fromkeys(("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"))
+    script = [step for variables, _ in cases for step in ({"environ": {**unset, **variables}}, MINE, SAMPLE, CLOSE)]
+    answers = asked(libraries[Amd], Amd, tmp_path, {"count": 4}, *script)
+    for place, (variables, expected) in enumerate(cases):
+        opened, sample = answers[4 * place + 1 : 4 * place + 3]
+        assert labels(opened) == expected, variables
+        used = [sample[f"gpu{number} amd memory used"] for number in range(len(expected))]
+        assert used == [(1000 + int(label)) * MIB for label in expected], variables
+        assert any("HIP may number devices differently" in note for note in opened["notes"]), variables
+        assert (opened["state"] == "ok") == bool(expected), variables
 
 
 def test_devices_are_keyed_anew_by_the_bus_when_hip_begins_to_run(libraries: dict[Kind, Path], tmp_path: Path) -> None:

@@ -595,6 +595,7 @@ return [...document.querySelectorAll("#summary .findings tr")].map((row) => [...
 """
 
 
+@pytest.mark.slow
 def test_the_first_thing_on_a_page_is_the_summary_of_the_report(zprof: Zprof, browser: Browser) -> None:
     rows = renamed(sample_rows(level="alloc", start_ns=LATE_NS))
     write_trace(Path("run.zprof"), rows, level="alloc", notes={"policy": {"text": json.dumps({"budget": {"host": MIB}})}})

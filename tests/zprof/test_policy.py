@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -258,18 +256,6 @@ def test_the_page_is_written_in_place(tmp_path: Path) -> None:
 def test_each_kind_of_error_has_its_exit_code() -> None:
     kinds = {PolicyError: 1, BudgetError: 3, CapabilityError: 4}
     assert {kind: problem_of(kind("x")).exit_code for kind in kinds} == kinds
-
-
-@pytest.mark.parametrize("command", [("check",), ("show", "--params", "7B"), ("schema",), ("convert",)], ids=" ".join)
-def test_no_command_brings_in_torch(tmp_path: Path, command: tuple[str, ...]) -> None:
-    (tmp_path / "policy.toml").write_text("stage = 3\n")
-    arguments = ["policy", *command, *(["policy.toml"] if command != ("schema",) else [])]
-    check = (
-        f"import sys; from zprof.cli import main; main({arguments!r}, standalone_mode=False); "
-        "sys.exit(', '.join(sorted({'torch', 'zhooks', 'numba'} & set(sys.modules))) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", check], cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
 
 
 # --- wrong usage ------------------------------------------------------------------------------------------------------

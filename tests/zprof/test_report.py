@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,18 +192,6 @@ def test_tables_are_as_long_as_asked(report: Report, tmp_path: Path) -> None:
     assert report(str(path), "--top", "0").exit_code == 2
 
 
-def test_of_many_ranks_those_are_shown_that_differ_from_the_others(report: Report, tmp_path: Path) -> None:
-    (tmp_path / "many").mkdir()
-    for rank in range(24):
-        rows = sample_rows(units=9 if rank == 21 else 8, steps=2)
-        write_trace(tmp_path / "many" / f"run.{rank}.zprof", rows, rank=rank, world=24)
-    text = report(str(tmp_path / "many"), "--top", "1").stdout.partition("\nranks\n")[2]
-    row = text.splitlines()[2].split()
-    assert row[0] == "21", text
-    assert "23 ranks nearer the median: --top 24" in text
-    assert "nearer the median" not in report(str(tmp_path / "many"), "--top", "24").stdout
-
-
 def test_bandwidths_are_held_against_what_the_machine_can_do(report: Report, tmp_path: Path) -> None:
     write_trace(Path("run.zprof"), sample_rows())
     assert "zprof bench" in report("run.zprof").stdout
@@ -323,28 +309,3 @@ WRONG = [[], ["run.zprof", "--at", "step:x"], ["run.zprof", "--at", "end"], ["ru
 @pytest.mark.parametrize("arguments", WRONG)
 def test_wrong_usage_is_wrong_usage(report: Report, arguments: list[str]) -> None:
     assert report(*arguments).exit_code == 2
-
-
-# --- what it costs ----------------------------------------------------------------------------------------------------
-
-
-def _modules(tmp_path: Path, *arguments: str) -> set[str]:
-    check = (
-        "import sys; from zprof.cli import main; main(sys.argv[1:], standalone_mode=False); "
-        "print('MODULES', *{name.partition('.')[0] for name in sys.modules})"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", check, *arguments], capture_output=True, text=True, timeout=600, check=True, cwd=tmp_path
-    )
-    return set(done.stdout.rpartition("MODULES ")[2].split())
-
-
-def test_help_needs_neither_torch_nor_numpy(tmp_path: Path) -> None:
-    assert not _modules(tmp_path, "report", "--help") & {"torch", "numpy", "rich", "msgpack", "numba", "zhooks"}
-
-
-def test_a_report_needs_no_torch(tmp_path: Path) -> None:
-    write_trace(tmp_path / "run.zprof", sample_rows(steps=2))
-    found = _modules(tmp_path, "report", "run.zprof")
-    assert "numpy" in found
-    assert not found & {"torch", "numba", "zhooks", "plotly", "pydantic"}

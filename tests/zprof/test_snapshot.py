@@ -17,6 +17,7 @@ import pytest
 import torch.cuda._memory_viz as viewer
 
 from tests.support.forked import python
+from tests.support.slow import slow
 from tests.support.zprof_snapshots import MIB, golden, made
 from tests.support.zprof_traces import sample_rows, write_trace
 from zprof.allocator.recordings import snapshot_of
@@ -269,19 +270,10 @@ def survives(data: bytes) -> bool:
     return True
 
 
+@pytest.mark.parametrize("count", [400, *slow(2_000)])
 @pytest.mark.parametrize("form", FORMS)
-def test_mutated_snapshots_are_refused_in_one_line_or_right(form: str) -> None:
-    fuzz(form, 400, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_ten_thousand_mutated_snapshots_are_refused_in_one_line_or_right(form: str) -> None:
-    fuzz(form, 2_000, seed=2)
-
-
-def fuzz(form: str, count: int, seed: int) -> None:
-    dice = random.Random(seed)
+def test_mutated_snapshots_are_refused_in_one_line_or_right(form: str, count: int) -> None:
+    dice = random.Random(count)
     sound = [FORMS[form](raw) for raw in (golden(), made(2, 12))]
     assert all(survives(data) for data in sound)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

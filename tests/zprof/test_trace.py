@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,14 +62,6 @@ def test_chunks_hold_no_more_rows_than_the_format_says(tmp_path: Path, count: in
     assert sum(sizes) == trace.count == count
     assert all(size == MOST_ROWS for size in sizes[:-1]) and len(sizes) == -(-count // MOST_ROWS)
     assert list(rows_of(trace)) == rows
-
-
-def test_columns_have_the_types_that_readers_count_on(tmp_path: Path) -> None:
-    trace = Trace.open(write_trace(tmp_path / "run.zprof", sample_rows()))
-    for rows in trace.chunks():
-        types = [column.dtype.name for column in (rows.kind, rows.what, rows.key, rows.nbytes, rows.time_ns, rows.thread)]
-        assert types == ["uint8", "int32", "int32", "int64", "int64", "int32"] and rows.ident.dtype == np.int64
-    assert len(trace.strings) == len(set(trace.strings))
 
 
 def test_rows_that_say_what_is_held_come_with_the_number_of_its_place(tmp_path: Path) -> None:

@@ -9,19 +9,15 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.slow import slow
 from tests.support.zprof_traces import HEADER, MIB, rows_of, sample_rows
 from zprof.rows import TIERS, Row, RowKind, placement
 from zprof.trace.bounding import Rewriting
-from zprof.trace.levels import Open, extremes, walked
 from zprof.trace.reader import Trace
 from zprof.trace.writer import Writer
 
@@ -347,59 +343,3 @@ def test_making_it_smaller_takes_memory_of_a_few_chunks_only(tmp_path: Path) -> 
     rows, dropped, grown_kib = map(int, done.stdout.split())
     assert dropped > rows // 2
     assert grown_kib < 64 << 10
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60), st.lists(st.integers(0, 60), max_size=4))
-@settings(deadline=None)
-def test_spans_are_matched_innermost_first_over_any_cut_into_chunks(rows: list[tuple[int, bool]], cuts: list[int]) -> None:
-    expected, stacks = set(), dict[int, list[int]]()
-    for row, (group, opens) in enumerate(rows):
-        if opens:
-            stacks.setdefault(group, []).append(row)
-        elif stacks.get(group):
-            expected.add((stacks[group].pop(), row))
-    matcher, found = Open(), set[tuple[int, int]]()
-    edges = sorted({0, len(rows), *(cut for cut in cuts if cut < len(rows))})
-    for begin, end in pairwise(edges):
-        part = rows[begin:end]
-        pairs = matcher.match(
-            np.array([group for group, _ in part], np.int64),
-            np.arange(begin, end),
-            np.array([opens for _, opens in part], np.bool_),
-        )
-        found |= set(zip(*(column.tolist() for column in pairs), strict=True))
-    assert found == expected
-    assert sorted(matcher.row.tolist()) == sorted(row for stack in stacks.values() for row in stack)
-
-
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(-50, 50)), max_size=60))
-@settings(deadline=None)
-def test_levels_are_followed_to_their_first_highest_and_lowest(changes: list[tuple[int, int]]) -> None:
-    now = np.array([10, 20, 30, 40, 50])
-    level, walked_by = now.tolist(), dict[int, list[tuple[int, int]]]()
-    for at, (group, change) in enumerate(changes):
-        level[group] += change
-        walked_by.setdefault(group, []).append((level[group], at))
-    columns = np.array(changes, np.int64).reshape(-1, 2).T
-    walk = walked(columns[0], columns[1], now)
-    assert walk.group.tolist() == sorted(walked_by)
-    for group, top, top_at, bottom, bottom_at in zip(
-        *(column.tolist() for column in (walk.group, walk.top, walk.top_at, walk.bottom, walk.bottom_at)), strict=True
-    ):
-        best = max(walked_by[group], key=lambda pair: (pair[0], -pair[1]))
-        assert (top, top_at) == best and (bottom, bottom_at) == min(walked_by[group])
-    assert now.tolist() == level
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=40))
-@settings(deadline=None)
-def test_extremes_hold_first_last_lowest_and_highest(samples: list[tuple[int, int]]) -> None:
-    columns = np.array(samples, np.int64).reshape(-1, 2).T
-    kept = extremes(columns[0], columns[1]).tolist()
-    assert kept == sorted(set(kept))
-    for series in {series for series, _ in samples}:
-        mine = [at for at, (of, _) in enumerate(samples) if of == series]
-        chosen = [at for at in kept if samples[at][0] == series]
-        values, left = [samples[at][1] for at in mine], [samples[at][1] for at in chosen]
-        assert chosen[0] == mine[0] and chosen[-1] == mine[-1] and len(chosen) <= 4
-        assert (min(left), max(left)) == (min(values), max(values))

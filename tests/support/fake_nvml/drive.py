@@ -1,9 +1,9 @@
 """Runs a list of steps against the sampler of GPUs, in a process whose loader finds a fake library.
 
 Read from standard input as JSON, answered on standard output as JSON, one answer a step: ``set`` slots, ``open`` the
-sampler (those opened before stay, ``use`` goes back to one by its number), ``environ`` variables, ``cuda`` or ``xpu`` begins to
-run in a torch whose devices have these UUIDs, or these properties, ``sample`` it (after ``wait`` seconds, or ``until`` slots or
-readings are at least so much), tell its ``state``, ``get`` slots, ``close`` it.
+sampler (those opened before stay, ``use`` goes back to one by its number), ``environ`` variables (null unsets one), ``cuda`` or
+``xpu`` begins to run in a torch whose devices have these UUIDs, or these properties, ``sample`` it (after ``wait`` seconds, or
+``until`` slots or readings are at least so much), tell its ``state``, ``get`` slots, ``close`` it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def main() -> None:
         if "use" in step:
             sampler = opened[step["use"]]
         if "environ" in step:
-            os.environ.update(step["environ"])
+            for name, value in step["environ"].items():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
         for kind in {"cuda", "xpu"} & set(step):
             sys.modules["torch"] = running(kind, step[kind])
         if "sample" in step:
