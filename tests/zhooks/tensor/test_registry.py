@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -229,7 +230,8 @@ def test_whatever_writes_to_a_norm_writes_to_it_as_to_a_plain_tensor(places: tup
     assert counts["equal"] > 800 and not counts["refused"], counts
 
 
-@on_ranks(2, *slow(1), places=PLACES, name=("parameter", *slow("gradient", "vector")))
+@pytest.mark.slow
+@on_ranks(2, 1, places=PLACES, name=tuple(RANGES))
 def test_whatever_writes_to_a_range_is_as_of_a_plain_tensor_or_refused_before_it_writes(
     places: tuple[str, ...], name: str
 ) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zhooks
@@ -121,14 +120,6 @@ def test_norms_of_any_order_are_those_of_the_whole_tensor(stage: int) -> None:
                 torch.testing.assert_close(norm + 0.0, torch.linalg.vector_norm(wanted.detach(), order), msg=f"{name} {order}")
 
 
-@on_ranks(2, stage=(0, 3))
-def test_tensor_norm_with_its_default_is_the_frobenius_norm(stage: int) -> None:
-    model, _, plain = attached(stage)
-    for _, ours, theirs in pairs(model, plain):
-        torch.testing.assert_close(ours.grad.norm() + 0.0, theirs.grad.norm())
-        torch.testing.assert_close(ours.grad.norm(1) + 0.0, theirs.grad.norm(1))
-
-
 @on_ranks(2, stage=(0, 2, 3))
 def test_sums_means_and_extremes_of_a_gradient_are_those_of_the_whole(stage: int) -> None:
     model, _, plain = attached(stage)
@@ -143,19 +134,6 @@ def test_sums_means_and_extremes_of_a_gradient_are_those_of_the_whole(stage: int
         assert got.abs().sum().item() == pytest.approx(wanted.abs().sum().item())
 
 
-@on_ranks(1, 2, stage=(0, 2, 3), order=(2.0, math.inf))
-def test_clipping_scales_every_gradient_as_in_the_plain_model(stage: int, order: float) -> None:
-    model, _, plain = attached(stage)
-    # Plain torch refuses the infinity norm of an empty gradient.
-    model.empty.grad = plain.empty.grad = None
-    ours = nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=order)
-    theirs = nn.utils.clip_grad_norm_(plain.parameters(), 0.05, norm_type=order)
-    torch.testing.assert_close(ours, theirs)
-    for name, got, wanted in pairs(model, plain):
-        if wanted.grad is not None:
-            torch.testing.assert_close(got.grad.full_tensor(), wanted.grad, msg=name)
-
-
 @on_ranks(2, stage=(1, 2, 3))
 def test_clipping_makes_one_all_reduce(stage: int) -> None:
     model, attachment, _ = attached(stage)
@@ -168,48 +146,7 @@ def test_clipping_makes_one_all_reduce(stage: int) -> None:
     assert calls == ["all-reduce sum"]
 
 
-@on_ranks(1, 2)
-def test_clipping_by_value_is_element_wise() -> None:
-    model, _, plain = attached()
-    for either in (model, plain):
-        nn.utils.clip_grad_value_(either.parameters(), 0.01)
-    assert all(torch.equal(ours.grad.full_tensor(), grad_of(theirs)) for _, ours, theirs in pairs(model, plain))
-
-
-@on_ranks(2)
-def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
-    rank, _ = place()
-    model = nn.Linear(64, 1)
-    zhooks.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(model(torch.ones(2, 64)).mean()).backward()
-    # Only the second rank's range overflows: the gradient itself is the same everywhere, its parts are not.
-    if rank == 1:
-        model.weight.grad.to_local()[-1] = math.inf
-    before = sharded(model.weight).full_tensor()
-    scaler.unscale_(optimizer)
-    found: Any = scaler._found_inf_per_device(optimizer)
-    assert found[torch.device("cpu")].item() == 1.0
-    scaler.step(optimizer)
-    scaler.update()
-    assert torch.equal(sharded(model.weight).full_tensor(), before)
-    assert scaler.get_scale() == 2.0
-
-
 # ---- what a loop may do with it
-
-
-@on_ranks(1, 2, stage=(0, 3))
-def test_a_penalty_over_the_parameters_is_part_of_the_loss(stage: int) -> None:
-    model, _, plain = attached(stage)
-    for either in (model, plain):
-        either.zero_grad()
-        penalty = sum(param.square().sum() + param.norm() for param in either.parameters() if param.numel())
-        (either(data()).mean() + 0.1 * penalty).backward()
-    for name, ours, theirs in pairs(model, plain):
-        wanted = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
-        torch.testing.assert_close(ours.grad.full_tensor(), wanted, msg=name)
 
 
 @on_ranks(1, 2)
@@ -226,47 +163,6 @@ def test_what_optimizers_do_in_place_changes_every_range_as_in_plain_torch_and_c
                 assert one._version == version + 6
             assert torch.equal(sharded(ours).full_tensor(), theirs), name
     assert torch.equal(model(data()), plain(data()))
-
-
-@on_ranks(1, 2, stage=(0, 1, 3))
-def test_manual_updates_under_no_grad_reach_the_model(stage: int) -> None:
-    model, _, plain = attached(stage)
-    with torch.no_grad():
-        for either in (model, plain):
-            for param in either.parameters():
-                param.add_(grad_of(param), alpha=-0.1)
-                param -= 0.01 * grad_of(param)  # type: ignore[misc]
-                param.mul_(0.99).clamp_(-2, 2)
-            either.linear.bias.copy_(torch.arange(5.0))
-            either.short.fill_(2.0)
-        assert torch.equal(model(data()), plain(data()))
-    assert all(torch.equal(sharded(ours).full_tensor(), theirs) for _, ours, theirs in pairs(model, plain))
-
-
-@on_ranks(1, 2, stage=(0, 3))
-def test_init_functions_give_the_plain_models_values_under_the_same_seed(stage: int) -> None:
-    model, _, plain = attached(stage)
-    for either in (model, plain):
-        torch.manual_seed(3)
-        nn.init.normal_(either.linear.weight, std=0.02)
-        nn.init.uniform_(either.image)
-        nn.init.xavier_uniform_(either.turned)
-        nn.init.kaiming_normal_(either.linear.weight)
-        nn.init.trunc_normal_(either.image, std=0.02)
-        nn.init.zeros_(either.linear.bias)
-        nn.init.constant_(either.short, 4.0)
-    for name, ours, theirs in pairs(model, plain):
-        assert torch.equal(sharded(ours).full_tensor(), theirs), name
-
-
-@on_ranks(1, 2)
-def test_a_module_resets_itself_as_the_plain_one_does() -> None:
-    model, _, plain = attached()
-    for either in (model, plain):
-        torch.manual_seed(5)
-        either.linear.reset_parameters()
-    assert torch.equal(sharded(model.linear.weight).full_tensor(), plain.linear.weight)
-    assert torch.equal(F.linear(data(), model.linear.weight), F.linear(data(), plain.linear.weight))
 
 
 @on_ranks(1, 2)

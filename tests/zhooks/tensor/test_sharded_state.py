@@ -43,26 +43,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 # ---- state dicts kept in memory
 
 
-@on_ranks(2, stage=(0, 1, 3), kind=tuple(OPTIMIZERS))
-def test_a_copied_state_dict_resumes_in_another_model_as_if_nothing_had_happened(stage: int, kind: str) -> None:
-    model = net()
-    attachment = zhooks.attach(model, policy={"stage": stage})
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    train(model, optimizer, range(3))
-    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    wanted = train(model, optimizer, range(3, 6))
-    final = full(model)
-    attachment.detach()
-
-    resumed = net(seed=9)
-    zhooks.attach(resumed, policy={"stage": stage})
-    again = OPTIMIZERS[kind](resumed.parameters())
-    resumed.load_state_dict(saved["model"])
-    again.load_state_dict(saved["optimizer"])
-    assert train(resumed, again, range(3, 6)) == wanted
-    assert same(full(resumed), final)
-
-
 @on_ranks(1, 2)
 def test_a_resumed_model_in_the_same_attachment_goes_back_to_the_saved_step() -> None:
     model = net()
@@ -118,47 +98,6 @@ def test_a_norm_that_is_read_before_detach_is_there_after_and_another_says_to_re
     assert read.item() == pytest.approx(wanted)
     with pytest.raises(zhooks.ShardedOpError, match=r"read norms \(norm\.item\(\)\) before detach\(\)"):
         kept.item()
-
-
-@on_ranks(1, 2, stage=(0, 1, 3))
-def test_a_deep_copy_of_the_model_is_an_average_one_can_update(stage: int) -> None:
-    model, plain = net(), net()
-    zhooks.attach(model, policy={"stage": stage})
-    averages = [copy.deepcopy(model), copy.deepcopy(plain)]
-    optimizers = [OPTIMIZERS["sgd"](either.parameters()) for either in (model, plain)]
-    for step in range(3):
-        for either, optimizer, average in zip((model, plain), optimizers, averages, strict=True):
-            train(either, optimizer, range(step, step + 1))
-            with torch.no_grad():
-                for mean, param in zip(average.parameters(), either.parameters(), strict=True):
-                    mean.lerp_(param, 0.1)
-    assert same(full(model), list(plain.parameters()))
-    assert same(full(averages[0]), list(averages[1].parameters()))
-
-
-@on_ranks(1, 2)
-def test_a_deep_copy_evaluates_by_itself_and_leaves_the_model_alone() -> None:
-    model, plain = net().eval(), net().eval()
-    zhooks.attach(model)
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    average = copy.deepcopy(model)
-    with torch.no_grad():
-        for param in average.parameters():
-            param.zero_()
-        assert torch.equal(average(x), torch.zeros(4, 3))
-        assert torch.equal(model(x), plain(x))
-
-
-@on_ranks(1, 2)
-def test_a_deep_copy_has_parameters_of_its_own() -> None:
-    model = net()
-    zhooks.attach(model)
-    copied = copy.deepcopy(model)
-    assert isinstance(copied[0].weight, nn.Parameter) and copied[0].weight is not model[0].weight
-    assert copied[0].weight.grad is None and copied[0].weight.requires_grad
-    with torch.no_grad():
-        copied[0].weight.zero_()
-    assert not torch.equal(sharded(copied[0].weight).full_tensor(), sharded(model[0].weight).full_tensor())
 
 
 @on_ranks(1, 2)
