@@ -13,7 +13,6 @@ from torch import nn
 import zhooks
 from tests.support.on_ranks import folder, hooks_left, on_accelerators, place
 from tests.support.schedules import native
-from tests.support.slow import slow
 
 
 def model() -> nn.Module:
@@ -94,7 +93,8 @@ def hangs_in(number: int) -> Any:
     return fault("hang_collective_in", number if place()[0] == 0 else 0)
 
 
-@on_accelerators(2, number=(5, *slow(1)))
+@pytest.mark.slow
+@on_accelerators(2, number=(5, 1))
 def test_a_collective_that_never_completes_is_an_error_of_training_on_every_rank(number: int) -> None:
     under = model()
     attached(under, comm={"timeout_s": 6})

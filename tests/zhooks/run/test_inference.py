@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zhooks
 from tests.support.on_ranks import folder, on_ranks, place
+from tests.support.slow import slow
 from tests.support.values import sharded
 from zhooks.run.schedule import LoneWalk, Path
 
@@ -147,7 +148,7 @@ def test_a_device_budget_keeps_units_gathered_from_one_forward_to_the_next(tier:
         attachment.detach()
 
 
-@on_ranks(1, 2, reshard=(True, False, "auto"))
+@on_ranks(1, 2, reshard=(*slow(True, False), "auto"))
 def test_forwards_without_gradients_between_a_forward_and_its_backward_change_no_gradient(reshard: bool | str) -> None:
     model, plain = Net(), Net()
     budget = {"device": "1 MiB"} if reshard == "auto" else {}

@@ -37,19 +37,6 @@ def test_a_view_of_a_gradient_survives_zero_grad_and_the_next_backward() -> None
     assert view.tolist() == [1.0, 1.0]
 
 
-@on_ranks(2, foreach=(True, False))
-def test_one_optimizer_may_hold_attached_and_other_parameters(foreach: bool) -> None:
-    torch.manual_seed(0)
-    model, other = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
-    zhooks.attach(model)
-    optimizer = torch.optim.AdamW([*model.parameters(), other], lr=0.1, foreach=foreach)
-    before = sharded(model.weight).full_tensor()
-    (model(torch.ones(1, 4)) * other).sum().backward()
-    optimizer.step()
-    assert not torch.equal(sharded(model.weight).full_tensor(), before)
-    assert not torch.equal(other.detach(), torch.ones(4))
-
-
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()

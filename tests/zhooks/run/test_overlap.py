@@ -122,17 +122,23 @@ HOST_WAITS = {
 }
 
 
-@on_accelerators(2, tier=("device", "host", *slow("disk")), clip=(*slow(False), True))
-def test_the_host_waits_for_the_accelerator_no_more_often_in_a_step_than_is_written_down(tier: str, clip: bool) -> None:
-    found = []
-    for stage, placed in PLACED.items():
-        cells = {cell: {"tier": tier} for cell in placed}
-        with folder() as path, training(1, path, clip, stage=stage, **cells) as step:
-            native().reset_host_waits()
-            step()
-            found.append(sum(native().host_waits().values()))
-            torch.accelerator.synchronize()
-    assert all(now <= before for now, before in zip(found, HOST_WAITS[tier, clip], strict=True)), found
+#: A tier and a stage; those of a default run, and the others.
+HELD_TO = (("device", 3), ("host", 2))
+MORE_HELD_TO = tuple((tier, stage) for tier in ("device", "host", "disk") for stage in PLACED if (tier, stage) not in HELD_TO)
+
+
+@on_accelerators(2, placed=(*HELD_TO, *slow(*MORE_HELD_TO)), clip=(*slow(False), True))
+def test_the_host_waits_for_the_accelerator_no_more_often_in_a_step_than_is_written_down(
+    placed: tuple[str, int], clip: bool
+) -> None:
+    tier, stage = placed
+    cells = {cell: {"tier": tier} for cell in PLACED[stage]}
+    with folder() as path, training(1, path, clip, stage=stage, **cells) as step:
+        native().reset_host_waits()
+        step()
+        found = sum(native().host_waits().values())
+        torch.accelerator.synchronize()
+    assert found <= HOST_WAITS[tier, clip][stage]
 
 
 @on_accelerators(2, clip=(False, True))

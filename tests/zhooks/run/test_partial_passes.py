@@ -6,7 +6,6 @@ from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -25,18 +24,11 @@ class Language(nn.Module):
         torch.manual_seed(0)
         self.embed, self.body = nn.Embedding(12, 8), nn.Linear(8, 8)
         self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 12, bias=False)
-        self.fails = False
         if tied:
             self.head.weight = self.embed.weight
 
-    def features(self, tokens: Tensor) -> Tensor:
-        hidden = self.body(self.embed(tokens))
-        if self.fails:
-            raise RuntimeError("a forward that fails")
-        return self.norm(hidden)
-
     def forward(self, tokens: Tensor, *, head: bool = True) -> Tensor:
-        hidden = self.features(tokens)
+        hidden = self.norm(self.body(self.embed(tokens)))
         return self.head(hidden) if head else hidden
 
 
@@ -109,19 +101,6 @@ def test_an_unsharded_head_is_gathered_once_for_all_of_its_chunks() -> None:
     compared(model, plain)
 
 
-@on_ranks(2)
-def test_a_step_after_a_forward_that_failed_half_way_is_that_of_the_plain_model() -> None:
-    model, plain = Language(), Language()
-    zhooks.attach(model, policy=POLICY)
-    model.fails = True
-    with pytest.raises(RuntimeError, match="a forward that fails"):
-        model(tokens(0))
-    model.fails = False
-    for one in (model, plain):
-        one(tokens(1)).square().sum().backward()
-    compared(model, plain)
-
-
 @on_ranks(2, checkpoint=("none", "unit"))
 def test_two_forwards_before_one_backward_leave_what_both_skip_without_a_gradient(checkpoint: str) -> None:
     model, plain = Language(), Language()
@@ -130,17 +109,6 @@ def test_two_forwards_before_one_backward_leave_what_both_skip_without_a_gradien
         (one(tokens(0), head=False) - one(tokens(1), head=False)).square().sum().backward()
     compared(model, plain)
     assert model.head.weight.grad is None
-
-
-@on_ranks(2)
-def test_a_method_beside_forward_trains_as_the_plain_model() -> None:
-    model, plain = Language(), Language()
-    zhooks.attach(model, policy=POLICY)
-    for _ in range(2):
-        for one in (model, plain):
-            one.zero_grad()
-            one.features(tokens(0)).square().sum().backward()
-        compared(model, plain)
 
 
 class Own(nn.Module):

@@ -133,17 +133,6 @@ def test_where_ranks_may_differ_all_is_kept_or_nothing(reshard: bool | str, kept
     assert made.keep(trained(made, 0, 1, 2, 3).path, grad=True) == kept
 
 
-def test_where_no_unit_is_ever_released_none_is_kept_for_backward() -> None:
-    made = paths([Block(number, releasable=False) for number in range(4)], budget=9 * MIB)
-    assert made.keep(trained(made, 0, 1, 2, 3).path, grad=True) == frozenset()
-
-
-def test_a_forward_keeps_the_last_that_fit_and_without_a_budget_the_very_last() -> None:
-    bounded, free = paths(blocks(), budget=2 * MIB), paths(blocks())
-    assert bounded.keep(trained(bounded, 0, 1, 2, 3).path, grad=True) == {2, 3}
-    assert free.keep(trained(free, 0, 1, 2, 3).path, grad=True) == {3}
-
-
 def test_frozen_units_stay_where_no_backward_follows_and_only_there() -> None:
     frozen = [*blocks()[:3], Block(3, trainable=False)]
     made = paths(frozen, budget=1 * MIB)
@@ -167,19 +156,3 @@ def test_what_is_kept_is_found_anew_for_another_order_and_other_choices() -> Non
     assert made.keep(path, grad=True) == {0}
     made.choices = Choices(prefetch=1, reshard="auto", budget=2 * MIB)
     assert made.keep(path, grad=True) == {0, 1}
-
-
-def test_a_step_gathers_in_backward_what_its_forward_did_not_keep() -> None:
-    made = paths(blocks(), budget=MIB)
-    assert made.gathers() is None
-    trained(made, 0, 1, 2, 3)
-    assert made.gathers() == [0, 1, 2, 3]
-    walk = passed(made.backward(), 3, 2, 1, 0)
-    made.record_backward(walk)
-    assert made.gathers() == [0, 1, 2, 3, 2, 1, 0]
-
-
-def test_a_step_gathers_every_unit_once_where_none_is_released() -> None:
-    made = paths([Block(number, releasable=False) for number in range(4)])
-    trained(made, 3, 1)
-    assert made.gathers() == [0, 1, 2, 3]

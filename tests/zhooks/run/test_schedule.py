@@ -5,7 +5,6 @@ pytest runs it; no tensor and no process is made. It never asks a runtime: test_
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,10 +50,6 @@ def test_the_settled_order_is_the_use_and_open_units_after_their_neighbours_of_t
     assert arrange([0, 1, 2], [1, 2, 1], {0}) == [0, 1, 2, 1]
 
 
-def test_units_that_are_not_open_and_were_not_used_leave_the_order() -> None:
-    assert arrange([0, 1, 2, 3], [0, 3], set()) == [0, 3]
-
-
 @given(st.permutations(range(5)), passes, st.sets(st.integers(0, 4)))
 def test_the_settled_order_keeps_the_order_of_use_and_misses_no_open_unit(
     guess: list[int], used: list[int], open_: set[int]
@@ -65,53 +60,7 @@ def test_the_settled_order_keeps_the_order_of_use_and_misses_no_open_unit(
     assert [number for number in order if number in used] == used
 
 
-@pytest.mark.parametrize(
-    ("depth", "expected"),
-    [
-        (0, [(0,), (1,), (2,), (3,)]),
-        (1, [(0, 1), (2,), (3,), ()]),
-        (2, [(0, 1, 2), (3,), (), ()]),
-        (16, [(0, 1, 2, 3), (), (), ()]),
-    ],
-)
-def test_a_planned_pass_launches_as_far_ahead_as_the_prefetch_says(depth: int, expected: list[tuple[int, ...]]) -> None:
-    walk = Walk(recorded(0, 1, 2, 3), depth)
-    assert [walk.use(number).launch for number in range(4)] == expected
-    assert walk.finish() == ()
-
-
-def test_the_window_holds_the_unit_in_use_and_what_is_prefetched() -> None:
-    walk = Walk(recorded(0, 1, 2, 3), 1)
-    assert [walk.use(number).window for number in range(4)] == [{0, 1}, {1, 2}, {2, 3}, {3}]
-
-
-def test_a_use_prefetched_already_launches_only_what_comes_after() -> None:
-    walk = Walk(recorded(0, 1, 2, 3), 2)
-    assert [walk.use(number).launch for number in (0, 2)] == [(0, 1, 2), (3,)]
-
-
-def test_a_unit_used_twice_in_a_pass_is_planned_twice() -> None:
-    walk = Walk(recorded(0, 1, 0, 2), 1)
-    assert [walk.use(number).launch for number in (0, 1, 0, 2)] == [(0, 1), (0,), (2,), ()]
-
-
 # ---- another way than the record
-
-
-def test_a_rank_that_skips_a_unit_launches_it_all_the_same_and_in_order() -> None:
-    walk = Walk(recorded(0, 1, 2, 3), 0)
-    assert [walk.use(number).launch for number in (0, 3)] == [(0,), (1, 2, 3)]
-    assert walk.finish() == ()
-
-
-def test_a_rank_that_stops_early_launches_the_rest_at_the_end() -> None:
-    walk = Walk(recorded(0, 1, 2, 3), 1)
-    assert walk.use(0).launch == (0, 1)
-    assert walk.finish() == (2, 3)
-
-
-def test_a_pass_that_uses_nothing_launches_the_whole_record() -> None:
-    assert Walk(recorded(2, 0, 1), 1).finish() == (2, 0, 1)
 
 
 def test_a_use_outside_the_record_is_launched_alone_and_joins_the_record() -> None:
@@ -137,12 +86,6 @@ def test_another_route_taken_again_and_again_settles(record: list[int], uses: li
     settled = list(path.order)
     launches(path, uses, depth)
     assert path.order == settled
-
-
-def test_a_use_after_the_last_of_the_record_joins_at_its_end() -> None:
-    path = recorded(0, 1)
-    assert launches(path, [0, 1, 5], 1) == [0, 1, 5]
-    assert path.order == [0, 1, 5]
 
 
 @given(passes, passes, depths)
@@ -210,23 +153,6 @@ def test_a_unit_around_others_comes_before_the_first_of_them_in_backward() -> No
 # ---- what stays gathered between forward and backward
 
 SIZES = {0: 10, 1: 20, 2: 30, 3: 40}
-
-
-def test_without_resharding_everything_stays() -> None:
-    assert keep_gathered([0, 1, 2, 3], SIZES, reshard=False, budget=None) == {0, 1, 2, 3}
-    assert keep_gathered([0, 1, 2, 3], SIZES, reshard=False, budget=1) == {0, 1, 2, 3}
-
-
-def test_with_resharding_nothing_stays() -> None:
-    assert keep_gathered([0, 1, 2, 3], SIZES, reshard=True, budget=10**9) == frozenset()
-
-
-@pytest.mark.parametrize(
-    ("budget", "kept"),
-    [(0, set()), (39, set()), (40, {3}), (69, {3}), (70, {2, 3}), (90, {1, 2, 3}), (99, {1, 2, 3}), (100, {0, 1, 2, 3})],
-)
-def test_a_budget_that_admits_exactly_k_units_keeps_the_last_k(budget: int, kept: set[int]) -> None:
-    assert keep_gathered([0, 1, 2, 3], SIZES, reshard="auto", budget=budget) == kept
 
 
 def test_a_unit_that_is_used_twice_is_counted_once() -> None:
