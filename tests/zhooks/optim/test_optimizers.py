@@ -232,16 +232,6 @@ def test_an_optimizer_with_state_that_nobody_refers_to_forbids_no_attach() -> No
         gc.enable()
 
 
-def test_an_optimizer_with_state_that_was_not_passed_is_refused() -> None:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
-    backward(model)
-    optimizer.step()
-    with pytest.raises(zhooks.AttachError, match="found Adam with state for this model"):
-        zhooks.attach(model, policy=POLICY)
-    zhooks.attach(model, optimizer, policy=POLICY).detach()
-
-
 def test_attach_collects_no_garbage_for_optimizers_without_state(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     optimizer = torch.optim.Adam(model.parameters())

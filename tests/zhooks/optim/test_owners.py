@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zhooks
-from tests.support.matrix_optimizers import MATRIX_OPTIMIZERS, Shampoo, batch, net, train
-from tests.support.on_ranks import folder, on_ranks, place
+from tests.support.matrix_optimizers import MATRIX_OPTIMIZERS, batch, net, train
+from tests.support.on_ranks import on_ranks, place
 from tests.support.plain_matrices import check_equal, check_states, plain
 from tests.support.torches import Muon
 from tests.support.values import full
@@ -79,18 +79,6 @@ def test_the_largest_share_of_equal_matrices_is_one_rank_of_many() -> None:
     held = sum(value.nbytes for states in optimizer.state.values() for value in tensors_in(states))
     assert held == 8 * 16 * 16 * 4 // world
     assert sum(row.nbytes for row in attachment.memory().rows if row.what == "optimizer") == held
-
-
-@on_ranks(2, kind=("muon", "soap"), stage=(0, 3))
-def test_a_saved_run_goes_on_bit_for_bit(kind: str, stage: int) -> None:
-    with folder() as path:
-        model, attachment, optimizer = attached(kind, stage=stage)
-        train(model, optimizer, range(3))
-        attachment.save(path / "run", optimizer)
-        again, other, fresh = attached(kind, stage=stage)
-        other.load(path / "run", fresh)
-        train(again, fresh, range(3, 6))
-    check_equal(again, plain(kind, range(6))[0])
 
 
 @on_ranks(2, 4)
@@ -159,31 +147,6 @@ def test_another_stage_and_frozen_parameters_keep_states_and_values() -> None:
         for one in (model, expected):
             one[2].weight.requires_grad_(trained)  # type: ignore[index]
         both()
-
-
-@on_ranks(2)
-def test_muon_for_matrices_and_adamw_for_the_rest_step_side_by_side() -> None:
-    def pair(model: nn.Module) -> list[torch.optim.Optimizer]:
-        rest = [param for param in model.parameters() if param.dim() != 2]
-        return [MATRIX_OPTIMIZERS["muon"](model.parameters()), torch.optim.AdamW(rest, lr=0.01)]
-
-    results: list[nn.Module] = []
-    for model in (net(), net()):
-        if results:
-            zhooks.attach(model, policy=POLICY)
-        optimizers = pair(model)
-        schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(one, T_max=5) for one in optimizers]
-        for step in range(5):
-            model(batch(step)).square().mean().backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-            for optimizer in optimizers:
-                optimizer.step()
-            for schedule in schedules:
-                schedule.step()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-        results.append(model)
-    check_equal(results[1], results[0])
 
 
 @on_ranks(2, 4, transport=("p2p", "stock"), buffer=("256MiB", "2KiB"))
@@ -259,31 +222,6 @@ def test_a_gradient_kept_as_a_state_keeps_its_value_and_no_other_memory() -> Non
     check_equal(results[1], results[0])
     for value in (value for states in optimizer.state.values() for value in tensors_in(states)):
         assert value.untyped_storage().nbytes() == value.nbytes
-
-
-class FailsOnOne(Shampoo):
-    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        if len(self.state) and group.get("fails") and param.shape == (20, 20):
-            raise ValueError("this matrix cannot be inverted")
-        super()._update(param, grad, group)
-
-
-@on_ranks(2)
-def test_a_step_that_raises_on_one_owner_raises_on_every_rank_and_says_how_far_it_had_come() -> None:
-    model = net()
-    zhooks.attach(model, policy=POLICY)
-    optimizer = FailsOnOne(model.parameters())
-    train(model, optimizer, range(1))
-    before = [value.clone() for value in full(model)]
-    optimizer.param_groups[0]["fails"] = True
-    model(batch(1)).square().mean().backward()
-    with pytest.raises(Exception, match="cannot be inverted") as raised:
-        optimizer.step()
-    assert "0 of 1 rounds" in "".join(raised.value.__notes__)
-    for value, other in zip(full(model), before, strict=True):
-        torch.testing.assert_close(value, other, rtol=0, atol=0)
-    optimizer.param_groups[0]["fails"] = False
-    optimizer.step()
 
 
 class Coupled(torch.optim.Optimizer):

@@ -86,7 +86,7 @@ def test_the_kernels_agree_with_torch(optimizer: str) -> None:
         assert not torch.equal(found[name], build().state_dict()[name])
 
 
-@on_ranks(1, 2, optimizer=("adamw", "sgd", "lion"), precision=("fp32", "bf16"))
+@on_ranks(1, 2, optimizer=("adamw", *slow("sgd"), "lion"), precision=("fp32", "bf16"))
 def test_every_tier_has_the_same_bits(optimizer: str, precision: str) -> None:
     more = {} if precision == "fp32" else {"precision": {"param": precision}}
     device, host, disk = (train(optimizer, "numba", tier, **more) for tier in ("device", "host", "disk"))
