@@ -28,7 +28,7 @@ from tests.support.zoo import ZOO
 
 LARGE = 1 << 30
 #: Models that keep what others keep, and more of it.
-COMMON = ("mlp", "gpt", "tied", "transformer", "mixture")
+COMMON = ("gpt", "tied", "mixture")
 #: Every way to keep what backward needs; "kept" has the last part of a forward stay on the device.
 WAYS: dict[str, dict[str, Any]] = {
     "host": {"tier": "host"},

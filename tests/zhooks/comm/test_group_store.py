@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import zhooks
+from tests.support.slow import slow
 from tests.support.waiting import soon
 from zhooks.comm import CONTROL, Call, Meeting
 from zhooks.comm.group_store import GroupStore
@@ -61,7 +62,7 @@ def met(store: Any, monkeypatch: pytest.MonkeyPatch, verb: str) -> Meeting:
 
 
 @pytest.mark.parametrize("ask", ["agree", "heard", "say", "arrive", "arrived", "met"])
-@pytest.mark.parametrize("verb", ["attach", "recover", "apply"])
+@pytest.mark.parametrize("verb", ["attach", *slow("recover", "apply")])
 def test_a_meeting_whose_store_falls_silent_says_so_in_time(
     ask: str, verb: str, silent: Silent, monkeypatch: pytest.MonkeyPatch
 ) -> None:

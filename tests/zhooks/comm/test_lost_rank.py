@@ -20,6 +20,7 @@ from torch import nn
 
 import zhooks
 from tests.support.ranks import LIMIT_S, forks
+from tests.support.slow import slow
 from tests.support.waiting import soon
 
 
@@ -69,12 +70,18 @@ def check_named(folder: Path, transport: str, how: str, late_s: float) -> None:
             child.join()
 
 
-@pytest.mark.parametrize("how", ["killed", "refused"])
-@pytest.mark.parametrize("transport", ["shm", "p2p", "stock"])
-def test_a_rank_that_is_gone_is_named_by_the_others_at_once(tmp_path: Path, transport: str, how: str) -> None:
-    check_named(tmp_path, transport, how, late_s=0)
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        *(("shm", "killed"), ("p2p", "refused"), ("stock", "killed")),
+        *slow(("shm", "refused"), ("p2p", "killed"), ("stock", "refused")),
+    ],
+    ids="-".join,
+)
+def test_a_rank_that_is_gone_is_named_by_the_others_at_once(tmp_path: Path, leaves: tuple[str, str]) -> None:
+    check_named(tmp_path, *leaves, late_s=0)
 
 
-@pytest.mark.parametrize("transport", ["shm", "p2p", "stock"])
+@pytest.mark.parametrize("transport", ["shm", *slow("p2p", "stock")])
 def test_a_rank_that_was_gone_before_the_call_is_named_too(tmp_path: Path, transport: str) -> None:
     check_named(tmp_path, transport, "killed", late_s=1)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import zhooks
 from tests.support.on_ranks import folder, on_ranks, place
 from tests.support.ranks import LIMIT_S
+from tests.support.slow import slow
 from tests.support.values import full
 from zhooks.comm import CONTROL, GATHER, Call
 from zhooks.cpu_transport.wait_board import WaitBoard
@@ -103,7 +104,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-@on_ranks(2, 3)
+@on_ranks(2, *slow(3))
 def test_a_rank_that_saves_alone_is_named_with_what_the_others_do_and_all_go_on_after_recover() -> None:
     rank, world = place()
     # Too long for the test to wait: what ends the wait is what the ranks know of each other.
@@ -126,7 +127,7 @@ def test_a_rank_that_saves_alone_is_named_with_what_the_others_do_and_all_go_on_
     torch.testing.assert_close(full(model), _twice_trained())
 
 
-@on_ranks(2, instead=("a step", "a save"))
+@on_ranks(2, instead=(*slow("a step"), "a save"))
 def test_a_forward_without_gradients_on_one_rank_is_named_and_the_advice_is_to_evaluate_on_all(instead: str) -> None:
     rank, _ = place()
     model, attachment, optimizer = attached("shm", 4 * LIMIT_S)

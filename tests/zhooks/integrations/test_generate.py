@@ -45,10 +45,9 @@ def generated(model: Any, seed: int, tokens: int, way: dict[str, Any]) -> torch.
 
 
 POLICIES: tuple[Any, ...] = (
-    {"stage": 0},
-    *slow({"stage": 2}),
+    *slow({"stage": 0}, {"stage": 2}),
     {"stage": 3},
-    {"stage": 3, "parameter": {"tier": "host"}},
+    *slow({"stage": 3, "parameter": {"tier": "host"}}),
     {"stage": 3, "parameter": {"tier": "disk"}, "budget": {"device": "1 MiB"}},
 )
 

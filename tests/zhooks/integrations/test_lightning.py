@@ -97,9 +97,9 @@ def values(module: nn.Module) -> list[Tensor]:
 
 
 POLICIES = (
-    {"stage": 1},
+    *slow({"stage": 1}),
     {"stage": 3, "units": {"min_numel": 0}, "activation": {"checkpoint": "unit"}},
-    {"stage": 3, "optimizer": {"tier": "host"}},
+    *slow({"stage": 3, "optimizer": {"tier": "host"}}),
 )
 
 
