@@ -226,7 +226,7 @@ def test_lion_moves_nothing_where_the_direction_is_zero_or_not_a_number() -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     cuts=st.lists(st.integers(0, 700), max_size=12),
     grad=st.sampled_from(GRADS),

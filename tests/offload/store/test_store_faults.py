@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from offload.disk import Bytes, Extent, SystemIo
+from offload.disk.disk_tier import STEP
 from offload.errors import BudgetError, TierError
 from offload.store import Block, Store
 from offload.tier import Tier
@@ -187,10 +188,10 @@ def test_a_full_disk_refuses_a_block_and_the_store_goes_on(make: Make, addresses
     block = on_disk(store, "layers.3")
     io.code, io.growth = errno.ENOSPC, True
     with pytest.raises(BudgetError, match=r"disk tier cannot admit layers\.4"):
-        store.put("layers.4", 1 << 28, torch.float32, Tier.DISK)
+        store.put("layers.4", STEP, torch.float32, Tier.DISK)
     assert store.budget.used(Tier.DISK) == 4000 and holds(block, 1.0)
     with pytest.raises(BudgetError, match=r"layers\.5"):
-        big = store.put("layers.5", 1 << 28, torch.float32, Tier.DEVICE)
+        big = store.put("layers.5", STEP, torch.float32, Tier.DEVICE)
         store.move(big, Tier.DISK)
     assert big.tier is Tier.DEVICE
     big.drop()
