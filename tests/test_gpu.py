@@ -57,7 +57,7 @@ def train(under: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) ->
     return losses
 
 
-@on_gpus(stage=(0, 1, 2, 3))
+@on_gpus(stage=(*slow(0, 1, 2), 3))
 def test_fp32_training_on_a_gpu_equals_plain_training(device: str, stage: int) -> None:
     plain = model(device)
     attached = copy.deepcopy(plain)
@@ -158,13 +158,12 @@ def test_the_bits_are_the_same_at_every_prefetch_depth(device: str, tier: str, p
         assert same(trained(device, placed(tier, path, schedule={"prefetch": prefetch})), wanted)
 
 
-@on_gpus(tier=AWAY)
-def test_bf16_copies_of_fp32_masters_train_as_on_the_device(device: str, tier: str) -> None:
+@on_gpus(optimizer=(*slow("foreach"), "fused", *slow("sgd")), tier=AWAY)
+def test_bf16_copies_of_fp32_masters_train_as_on_the_device(device: str, tier: str, optimizer: str) -> None:
     with folder() as path:
         precision = {"param": "bf16", "output": "fp32"}
-        for optimizer in OPTIMIZERS:
-            wanted = trained(device, placed("device", path, precision=precision), optimizer)
-            assert same(trained(device, placed(tier, path, precision=precision), optimizer), wanted)
+        wanted = trained(device, placed("device", path, precision=precision), optimizer)
+        assert same(trained(device, placed(tier, path, precision=precision), optimizer), wanted)
 
 
 @on_gpus(optimizer=("foreach", *slow("fused", "sgd")), tier=AWAY)
@@ -175,16 +174,17 @@ def test_a_grad_scaler_scales_unscales_and_skips_as_on_the_device(device: str, t
         assert same(trained(device, placed(tier, path, precision=precision), optimizer, scaled), wanted)
 
 
-@on_gpus(kernel=(*slow("torch"), "numba"), param=("fp32", *slow("bf16")))
-def test_updates_on_the_host_have_the_same_bits_on_host_and_disk(device: str, kernel: str, param: str) -> None:
+@on_gpus(kernel=(*slow("torch"), "numba"), param=("fp32", *slow("bf16")), optimizer=(*slow("foreach", "fused"), "sgd"))
+def test_updates_on_the_host_have_the_same_bits_on_host_and_disk(
+    device: str, kernel: str, param: str, optimizer: str
+) -> None:
     with folder() as path:
         precision = {"param": param, "output": "fp32"}
         more: dict[str, Any] = {"optimizer": {"compute": "host", "kernel": kernel}, "precision": precision}
-        for optimizer in OPTIMIZERS:
-            host = trained(device, placed("host", path, **more), optimizer)
-            assert same(trained(device, placed("disk", path, **more), optimizer), host)
-            near = trained(device, placed("device", path, precision=precision), optimizer)
-            torch.testing.assert_close(host[0], near[0], rtol=1e-3, atol=1e-3)
+        host = trained(device, placed("host", path, **more), optimizer)
+        assert same(trained(device, placed("disk", path, **more), optimizer), host)
+        near = trained(device, placed("device", path, precision=precision), optimizer)
+        torch.testing.assert_close(host[0], near[0], rtol=1e-3, atol=1e-3)
 
 
 @on_gpus()
@@ -220,7 +220,7 @@ def evaluated(under: nn.Module, optimizer: torch.optim.Optimizer, steps: int) ->
     return seen
 
 
-@on_gpus(kernel=("torch", "numba"))
+@on_gpus(kernel=(*slow("torch"), "numba"))
 def test_an_update_on_the_host_never_overtakes_a_copy_of_the_old_values(device: str, kernel: str) -> None:
     with folder() as path:
         more: dict[str, Any] = {"optimizer": {"compute": "host", "kernel": kernel}}
