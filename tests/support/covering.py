@@ -8,6 +8,7 @@ Source: AETG, Cohen et al., IEEE Transactions on Software Engineering 23(7), 199
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import combinations, product
 
 __all__ = ["few_with_every_value", "pairs_of", "pairwise"]
@@ -26,6 +27,8 @@ def pairwise(factors: Mapping[str, Sequence[Hashable]], may_meet: Meet) -> list[
     Raises:
         ValueError: a pair may meet, but in no row of the others' values that was found.
     """
+    # Each pair is asked for again for every row that is tried.
+    may_meet = cache(may_meet)
     missing = {
         frozenset(pair): None
         for one, other in combinations(factors, 2)
