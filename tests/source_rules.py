@@ -152,7 +152,7 @@ SIMULATE = ("tools/zprof/commands/simulate.py", "tools/zprof/commands/plan.py", 
 #: From the top down: what is in a package imports from its own line and from lines below.
 ORDER = {
     "zhooks": (
-        "__init__", "integrations", "simulate cpu_transport parallel resilience live report",
+        "__init__", "integrations", "simulate cpu_transport parallel resilience live report whole",
         "attach", "session", "build", "plan", "checkpoint", "run", "optim", "activation", "grad",
         "unit", "tensor", "comm", "layout",
         "refusals tiling tree", "compiled keywords", "shadowed",

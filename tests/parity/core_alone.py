@@ -22,6 +22,7 @@ from torch import nn
 from offload.errors import CapabilityError
 from tests.parity import run
 from tests.source_rules import ORDER
+from tests.support.matrix_optimizers import Shampoo
 
 _ABOVE = next(number for number, names in enumerate(ORDER["zhooks"]) if "attach" in names.split())
 PLUGGED = [name for names in ORDER["zhooks"][1:_ABOVE] for name in names.split()]
@@ -58,6 +59,18 @@ def missing() -> dict[str, str]:
     attachment = zhooks.attach(model)
     said: dict[str, str] = {}
 
+    def step() -> None:
+        before = [param.detach().clone() for param in model.parameters()]
+        model(torch.ones(1, 4)).sum().backward()
+        try:
+            Shampoo(model.parameters()).step()
+        finally:
+            # Nothing was updated, and others train as before.
+            assert all(bool((param == value).all()) for param, value in zip(model.parameters(), before, strict=True))
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            assert not any(bool((param == value).all()) for param, value in zip(model.parameters(), before, strict=True))
+            model.zero_grad()
+
     def freeze() -> None:
         model[0].requires_grad_(False)
         try:
@@ -66,6 +79,7 @@ def missing() -> dict[str, str]:
             model[0].requires_grad_(True)
 
     uses: dict[str, Callable[[], object]] = {
+        "step": step,
         "apply": lambda: attachment.apply({"stage": 2}),
         "freeze": freeze,
         "memory": attachment.memory,

@@ -28,6 +28,7 @@ EVERY = tuple(product((1, 2, 3), ("device", "host", "disk")))
 NEEDED = {
     "live": ("apply", "freeze"),
     "report": ("memory", "describe", "grad_norms", "noise_scale", "calibrate"),
+    "whole": ("step",),
     "resilience": ("recover", "resume", "save_to_peers", "catch_preemption", "preempted", "exit_if_preempted"),
 }
 FEW = ((1, "host"), (2, "disk"), (3, "device"))

@@ -1,6 +1,6 @@
 """What an optimizer keeps that is no parameter and no state of one: options, counters, tensors beside its groups.
 
-``whole_update.py`` has it put back after each round, ``probe.py`` compares it between trials.  It never looks at parameters or
+``whole/`` has it put back after each round, ``probe.py`` compares it between trials.  It never looks at parameters or
 their states.
 """
 

@@ -114,7 +114,8 @@ class Optimizers:
         Raises:
             CheckpointError: ranks hold different states; nothing has been updated.
             DivergenceError: ranks step other optimizers; nothing has been updated.
-            CapabilityError: Accelerate was asked for mixed precision, which it leaves out for this model.
+            CapabilityError: Accelerate was asked for mixed precision, which it leaves out for this model; or the package that
+                updates whole parameters is not there.
             ShardedOpError: the optimizer partitions the parameters itself; nothing has been updated.
         """
         met = self.met(step.optimizer)
@@ -125,7 +126,7 @@ class Optimizers:
         """Compare it over the ranks and make full tensors among its states ranges.  Collective.
 
         Raises:
-            CheckpointError, DivergenceError: as ``before``; nothing has been changed.
+            CheckpointError, DivergenceError, CapabilityError: as ``before``; nothing has been changed.
         """
         params = self._params()
         if not _places(optimizer, params):
@@ -167,7 +168,7 @@ class Optimizers:
 
         Raises:
             DivergenceError: ranks have other optimizers.
-            CheckpointError: as ``before``.
+            CheckpointError, CapabilityError: as ``before``.
         """
         problem = ControlPlane(self._stage, verb).differ({"optimizer": {"updates": self.owners.facts(optimizer)}})
         if problem:

@@ -1,25 +1,33 @@
 """The states of a parameter that an optimizer updates whole: on the one rank that owns it, and nowhere else.
 
-``owners.py`` makes them; ``checkpoint/``, ``build/`` and ``report/`` read them through here.  It never moves one between ranks.
+``owners.py`` makes them; ``checkpoint/``, ``build/`` and ``report/`` read them through here.  It never moves one between ranks
+or tiers.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.errors import ShardedOpError
-from zhooks.tensor import check_together
+from zhooks.tensor import StoredTensor, check_together
 
-if TYPE_CHECKING:
-    from zhooks.optim.stored_states import Stored
-
-__all__ = ["OwnedStates", "flags_of", "holds_states", "nbytes_of", "parts_of", "plain_parts", "tensors_in", "with_owners"]
+__all__ = [
+    "OwnedStates",
+    "flags_of",
+    "holds_states",
+    "nbytes_of",
+    "plain_parts",
+    "plain_states_of",
+    "replaced",
+    "tensors_in",
+    "with_owners",
+]
 
 
 class OwnedStates(dict[Any, Any]):
@@ -29,7 +37,7 @@ class OwnedStates(dict[Any, Any]):
         name: of the parameter.
         owner: the owner's place among the ranks that shard it; None where every rank has all of it and updates it itself.
         here: the states are this rank's.
-        stored: where its tensors are, between steps, that lie on a tier.
+        stored: what ``whole/`` notes of tensors that lie on a tier between steps.
     """
 
     __slots__ = ("here", "name", "owner", "stored")
@@ -37,7 +45,7 @@ class OwnedStates(dict[Any, Any]):
     def __init__(self, name: str, owner: int | None, states: Any = (), *, here: bool) -> None:
         super().__init__(states)
         self.name, self.owner, self.here = name, owner, here
-        self.stored: Stored | None = None
+        self.stored: Any = None
 
     def __missing__(self, key: Any) -> Any:
         if self.here:
@@ -130,3 +138,46 @@ def holds_states(states: Any) -> bool:
 def nbytes_of(tensor: Tensor) -> int:
     """Memory of a tensor; of one made of others, theirs."""
     return sum(one.numel() * one.element_size() for one in plain_parts(tensor))
+
+
+def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A state with every tensor changed; lists and dicts stay the same objects, what is made of tensors does not."""
+    if isinstance(value, Tensor):
+        parts = parts_of(value)
+        if parts is None:
+            return change(value)
+        made: Any = value
+        new = {name: replaced(part, change) for name, part in parts.items()}
+        if all(new[name] is part for name, part in parts.items()):
+            return value
+        return type(made).__tensor_unflatten__(new, made.__tensor_flatten__()[1], value.shape, value.stride())
+    if isinstance(value, dict):
+        for key, item in list(value.items()):
+            if (changed := replaced(item, change)) is not item:
+                value[key] = changed
+    elif isinstance(value, (list, deque)):
+        for place, item in enumerate(value):
+            if (changed := replaced(item, change)) is not item:
+                value[place] = changed
+    elif isinstance(value, tuple):
+        row = [replaced(item, change) for item in value]
+        if any(one is not item for one, item in zip(row, value, strict=True)):
+            return type(value)(*row) if hasattr(value, "_fields") else type(value)(row)
+    return value
+
+
+def plain_states_of(states: OwnedStates) -> dict[Any, Any]:
+    """The same states with plain tensors in memory; what was there already is shared, as by ``dict``."""
+    copies: dict[int, Any] = {}
+    return {key: _plain(value, copies) for key, value in states.items()}
+
+
+def _plain(value: Any, copies: dict[int, Any]) -> Any:
+    if isinstance(value, dict):
+        fresh = {key: _plain(item, copies) for key, item in value.items()}
+        return fresh if any(fresh[key] is not item for key, item in value.items()) else value
+    if type(value) in (list, tuple, deque):
+        row = [_plain(item, copies) for item in value]
+        changed = any(one is not item for one, item in zip(row, value, strict=True))
+        return (deque(row, value.maxlen) if isinstance(value, deque) else type(value)(row)) if changed else value
+    return replaced(value, lambda one: one.copied(copies) if isinstance(one, StoredTensor) else one)

@@ -1,7 +1,7 @@
 """Which parameters an attachment's optimizers update whole, and which rank owns each of them.
 
-``optimizers.py`` has the owners of an optimizer chosen here when it meets it, ``whole_update.py`` and ``tiered_update.py`` ask
-what is whole before every step, and ``checkpoint/`` and ``build/`` when states move.  It never computes an update.
+``optimizers.py`` has the owners of an optimizer chosen here when it meets it, ``step_hooks.py`` and ``overlap.py`` ask what is
+whole before every step, and ``checkpoint/`` and ``build/`` when states move.  It never computes an update.
 
 Note: [Owner]
     What cannot be updated range by range (``probe.py`` finds out) is updated whole, by one rank of those that shard it.  The
@@ -70,10 +70,11 @@ class Owners:
     Args:
         flats: the attachment's flats, now.
         comm: its ``shard``: the ranks that share a sharded parameter.
+        admit: raises for an optimizer of whole parameters where nothing could update them.
     """
 
-    def __init__(self, flats: Callable[[], Iterable[Flat]], comm: Comm) -> None:
-        self._flats, self._comm = flats, comm
+    def __init__(self, flats: Callable[[], Iterable[Flat]], comm: Comm, admit: Callable[[Optimizer], object]) -> None:
+        self._flats, self._comm, self._admit = flats, comm, admit
         self._judged: weakref.WeakKeyDictionary[Optimizer, _Judged] = weakref.WeakKeyDictionary()
 
     @property
@@ -190,10 +191,12 @@ class Owners:
 
         Raises:
             CheckpointError: states were loaded on some ranks alone; nothing has been changed.
+            CapabilityError: nothing could update them; nothing has been changed.
         """
         mine = self.whole(optimizer)
         if not mine:
             return
+        self._admit(optimizer)
         rank, world = self._shard.axis.rank, self._shard.axis.world
         has = [holds_states(optimizer.state.get(one.param)) for one in mine]
         seen = torch.tensor([has, [rank * one for one in has]], dtype=torch.int64, device="cpu")

@@ -1,7 +1,7 @@
 """Where an optimizer keeps its parameters, or lists that run beside them, other than in its groups and as keys of its state.
 
-``owners.py`` asks before an optimizer is stepped, ``probe.py`` and ``whole_update.py`` after a step on stand-ins: what knows
-parameters by identity does not know a stand-in.  ``whole_tiers.py`` asks which tensors must stay where they are, for the
+``owners.py`` asks before an optimizer is stepped, ``probe.py`` and ``whole/`` after a step on stand-ins: what knows
+parameters by identity does not know a stand-in.  ``whole/`` asks which tensors must stay where they are, for the
 optimizer has them elsewhere, too.  It never changes what it looks through.
 """
 

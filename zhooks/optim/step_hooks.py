@@ -1,7 +1,8 @@
 """Any torch optimizer, whole or over tiers: entered through torch's own step hooks.
 
-The pipeline calls ``before`` and ``after`` around every step; ``before`` has ``whole_update.py`` and, where there are tiers,
-``tiered_update.py`` do what is theirs, and leaves the rest for the outer call.  It never computes an update and moves nothing.
+The pipeline calls ``before`` and ``after`` around every step; ``before`` has the package ``whole/`` and, where there are
+tiers, ``tiered_update.py`` do what is theirs, and leaves the rest for the outer call.  It never computes an update and moves
+nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, cast
@@ -22,10 +23,9 @@ from zhooks.grad import running
 from zhooks.optim.groups import leave
 from zhooks.optim.kernel import Arguments, FlatUpdate, by_runs, update_here, updates_of
 from zhooks.optim.overlap import Overlap
-from zhooks.optim.owners import Whole
+from zhooks.optim.owners import Owners, Whole
 from zhooks.optim.step_pipeline import Step, go_last, is_last
 from zhooks.optim.tiered_update import Updater
-from zhooks.optim.whole_update import WholeUpdater
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat
 
@@ -36,7 +36,8 @@ class Stepper:
     """The optimizer steps of one attachment.
 
     Args:
-        whole: updates parameters whole.
+        owners: know which parameters are updated whole.
+        update_whole: does so.  Collective.
         updater: updates the others over tiers; None where there are none.
         flats: those of the attachment, now; where nothing is on a tier torch's own optimizers are stepped on runs of them.
         due: finishes a backward that is still open, and reduces what is owed.
@@ -45,13 +46,15 @@ class Stepper:
 
     def __init__(
         self,
-        whole: WholeUpdater,
+        owners: Owners,
+        update_whole: Callable[[Optimizer, Sequence[Whole], Arguments], None],
         updater: Updater | None,
         flats: Callable[[], Iterable[Flat]],
         due: Callable[[], None],
         overlap: Overlap | None = None,
     ) -> None:
-        self.whole, self.updater, self.overlap, self._flats, self._due = whole, updater, overlap, flats, due
+        self._owners, self._update_whole = owners, update_whole
+        self.updater, self.overlap, self._flats, self._due = updater, overlap, flats, due
         self._inside = False
         self._undo: Callable[[], None] | None = None
         #: The outer step, as torch calls it: what is left of it is the optimizer's own.
@@ -106,7 +109,7 @@ class Stepper:
                     # What is whole is updated first, and stays so when the rest is refused.
                     self.updater.check(optimizer, updates, arguments)
                 if whole:
-                    self.whole.step(optimizer, whole, arguments)
+                    self._update_whole(optimizer, whole, arguments)
                 if self.overlap is not None:
                     self.overlap.step_begins(optimizer, updates, arguments)
                 if self.updater is not None and updates:
@@ -153,7 +156,7 @@ class Stepper:
 
     def _updates(self, optimizer: Optimizer) -> tuple[list[Whole], list[FlatUpdate]]:
         """What a step of it has to do here: parameters that are updated whole, and flats."""
-        whole = self.whole.updates(optimizer)
+        whole = self._owners.whole(optimizer)
         return whole, [] if self.updater is None else self.updater.updates(optimizer, _ids(whole))
 
     def _present(self) -> FlatUpdate | None:

@@ -29,7 +29,7 @@ from zhooks.session.nonfinite import NonFinite
 from zhooks.session.plug_in import WATCHES, Chosen, needed
 from zhooks.session.session import Session
 from zhooks.session.state import finish_saving
-from zhooks.session.stepping import open_stepper
+from zhooks.session.stepping import open_stepper, whole_updater
 from zhooks.tensor import Registries
 from zhooks.unit import Pool, Unit
 
@@ -55,7 +55,7 @@ def open_session(plan: Plan, comm: Comm, undo: ExitStack, choice: Chosen | None)
             follow_freezes=lambda: _follow_freezes(session), training_begins=lambda: _training_begins(session),
         )  # fmt: skip
         stock = StockState(model, units, comm, runtime.conclude, ignored)
-        owners = Owners(lambda: flats_of(units), comm)
+        owners = Owners(lambda: flats_of(units), comm, admit=whole_updater)
         optimizers = Optimizers(partial(ignored.parameters, model), comm.stage, stock, owners)
         nonfinite = NonFinite(comm, units, runtime, steps, virtual=device.type == NAME)
         closures = Closures(comm.world, lambda: session.policy.gradient.reduce == "mean", lambda: runtime.reducer.idle)

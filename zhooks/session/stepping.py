@@ -9,14 +9,16 @@ from weakref import WeakMethod
 from torch.optim import Optimizer
 
 from zhooks.layout import flats_of
-from zhooks.optim import InMemory, Overlap, OverTiers, Stepper, Updater, WholeUpdater, choices_of, open_worker
+from zhooks.optim import Arguments, Overlap, Stepper, Updater, Whole, choices_of, open_worker, with_owners
 from zhooks.plan import STAGED_NBYTES
+from zhooks.session.plug_in import needed
 from zhooks.unit import Flat
 
 if TYPE_CHECKING:
     from zhooks.session.session import Session
+    from zhooks.whole import WholeUpdater
 
-__all__ = ["adopt_states", "open_stepper"]
+__all__ = ["adopt_states", "open_stepper", "whole_updater"]
 
 
 def open_stepper(session: Session) -> Stepper:
@@ -40,17 +42,34 @@ def open_stepper(session: Session) -> Stepper:
             worker = open_worker(store.compute) if policy.optimizer.compute == "host" else None
             overlap = Overlap(updater, optimizers, worker, rank=axis.ranks[axis.rank])
     reducer.update_early(overlap)
-    in_rounds = InMemory() if store is None else OverTiers(store, ahead=ahead)
-    whole = WholeUpdater(
-        optimizers.owners, session.comm.shard, bus, policy.comm.buffer, in_rounds, 2 * STAGED_NBYTES
-    )
-    return Stepper(whole, updater, flats if updater is None else updater.flats, runtime.due, overlap)
+    shard = session.comm.shard
+    opened: list[WholeUpdater] = []
+
+    def update_whole(optimizer: Optimizer, updates: Sequence[Whole], arguments: Arguments) -> None:
+        if not opened:
+            updater_of = whole_updater(optimizer)
+            opened.append(updater_of(optimizers.owners, shard, bus, policy.comm.buffer, store, ahead, 2 * STAGED_NBYTES))
+        opened[0].step(optimizer, updates, arguments)
+
+    return Stepper(optimizers.owners, update_whole, updater, flats if updater is None else updater.flats, runtime.due, overlap)
+
+
+def whole_updater(optimizer: Optimizer) -> type[WholeUpdater]:
+    """What updates whole parameters, as this optimizer asks.
+
+    Raises:
+        CapabilityError: the package is not there.
+    """
+    with needed("whole", f"{type(optimizer).__name__}, which updates whole parameters,"):
+        from zhooks.whole import WholeUpdater
+    return WholeUpdater
 
 
 def adopt_states(session: Session, optimizers: Sequence[Optimizer], flat: Flat) -> None:
     """States of a flat that were moved or loaded on the device go to their tier."""
-    stepper = session.stepper
-    if stepper is not None and stepper.updater is not None:
+    stepper, store = session.stepper, session.tiers.store
+    if stepper is not None and stepper.updater is not None and store is not None:
         for optimizer in optimizers:
             stepper.updater.adopt(optimizer, flat)
-            stepper.whole.adopt(optimizer, flat)
+            if any(with_owners(optimizer, flat.params)):
+                whole_updater(optimizer).adopt(store, optimizer, flat)

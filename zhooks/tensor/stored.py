@@ -1,6 +1,6 @@
 """A whole plain tensor whose values a store keeps: shape, dtype and device as if it were in memory, the values in a block.
 
-``optim/stored_states.py`` puts them in place of an optimizer's states between steps.  Any operation on one opens the block as
+``whole/stored_states.py`` puts them in place of an optimizer's states between steps.  Any operation on one opens the block as
 long as it runs.  It never decides what is stored, nor where.
 
 Note: [Views stay stored]

@@ -1,6 +1,6 @@
 """The states of a parameter that is updated whole, on the tier they are placed on: one block a parameter, between its steps.
 
-``whole_tiers.py`` has them brought into memory before the owner's step and put away after it, ``build/`` where they were moved
+``tiers.py`` has them brought into memory before the owner's step and put away after it, ``build/`` where they were moved
 or loaded.  It never decides when, and knows nothing of parameters.
 
 Note: [Any states]
@@ -12,8 +12,7 @@ Note: [Any states]
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +21,10 @@ from torch import Tensor
 
 from offload.store import Block, Mode, Store
 from offload.tier import Tier
-from zhooks.optim.owned_states import OwnedStates, parts_of, plain_parts
+from zhooks.optim import OwnedStates, plain_parts, replaced
 from zhooks.tensor import StoredTensor, spanned
 
-__all__ = ["Stored", "adopt", "bring", "plain_states_of", "put_away", "replaced"]
+__all__ = ["Stored", "adopt", "bring", "put_away"]
 
 #: New states an optimizer makes with the allocator, before what they leave there is returned.
 _MADE_NBYTES = 16 << 20
@@ -67,52 +66,10 @@ class Stored:
         return None if free else starts
 
 
-def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A state with every tensor changed; lists and dicts stay the same objects, what is made of tensors does not."""
-    if isinstance(value, Tensor):
-        parts = parts_of(value)
-        if parts is None:
-            return change(value)
-        made: Any = value
-        new = {name: replaced(part, change) for name, part in parts.items()}
-        if all(new[name] is part for name, part in parts.items()):
-            return value
-        return type(made).__tensor_unflatten__(new, made.__tensor_flatten__()[1], value.shape, value.stride())
-    if isinstance(value, dict):
-        for key, item in list(value.items()):
-            if (changed := replaced(item, change)) is not item:
-                value[key] = changed
-    elif isinstance(value, (list, deque)):
-        for place, item in enumerate(value):
-            if (changed := replaced(item, change)) is not item:
-                value[place] = changed
-    elif isinstance(value, tuple):
-        row = [replaced(item, change) for item in value]
-        if any(one is not item for one, item in zip(row, value, strict=True)):
-            return type(value)(*row) if hasattr(value, "_fields") else type(value)(row)
-    return value
-
-
-def plain_states_of(states: OwnedStates) -> dict[Any, Any]:
-    """The same states with plain tensors in memory; what was there already is shared, as by ``dict``."""
-    copies: dict[int, Any] = {}
-    return {key: _plain(value, copies) for key, value in states.items()}
-
-
-def _plain(value: Any, copies: dict[int, Any]) -> Any:
-    if isinstance(value, dict):
-        fresh = {key: _plain(item, copies) for key, item in value.items()}
-        return fresh if any(fresh[key] is not item for key, item in value.items()) else value
-    if type(value) in (list, tuple, deque):
-        row = [_plain(item, copies) for item in value]
-        changed = any(one is not item for one, item in zip(row, value, strict=True))
-        return (deque(row, value.maxlen) if isinstance(value, deque) else type(value)(row)) if changed else value
-    return replaced(value, lambda one: one.copied(copies) if isinstance(one, StoredTensor) else one)
-
-
 def bring(states: OwnedStates, values: Tensor | None) -> None:
     """Plain tensors take the places of stored ones: in ``values``, the open block, where they lie there, else copies."""
-    own, known = states.stored, dict[int, Tensor]()
+    own: Stored | None = states.stored
+    known = dict[int, Tensor]()
 
     def plain(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, StoredTensor):

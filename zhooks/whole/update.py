@@ -1,7 +1,7 @@
 """Updates parameters whole, each on its owner: ranges of values and gradients travel there, new values travel back.
 
-``step_hooks.py`` has a step's parameters updated here that ``owners.py`` says are whole.  The arithmetic is the optimizer's own
-``step`` on plain stand-ins; it never decides what is whole, nor who owns it.
+``optim/step_hooks.py`` has a step's parameters updated here that ``optim/owners.py`` says are whole.  The arithmetic is the
+optimizer's own ``step`` on plain stand-ins; it never decides what is whole, nor who owns it.
 
 Note: [Rounds]
     Parameters travel in rounds: in each, every owner gets at most as many as fit the bound of a buffer, and at least one.
@@ -13,7 +13,6 @@ Note: [Rounds]
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -27,17 +26,25 @@ from torch.optim import Optimizer
 
 from offload.errors import DivergenceError, ShardedOpError
 from offload.events import HERE, Bus
+from offload.store import Store
 from zhooks.comm import CONTROL, GATHER, Call, ControlPlane, Transport, Work
-from zhooks.optim.counters import options_kept
-from zhooks.optim.kernel import Arguments, grad_of, narrowed, step_of
-from zhooks.optim.owned_states import OwnedStates, tensors_in
-from zhooks.optim.owners import Owners, Whole
-from zhooks.optim.references import kept_elsewhere
-from zhooks.optim.stand_ins import OURS
-from zhooks.optim.update_rounds import Member, Round, by_flat, by_rank, memory_for, planned
-from zhooks.optim.whole_tiers import Ahead, Away, InMemory
+from zhooks.optim import (
+    OURS,
+    Arguments,
+    OwnedStates,
+    Owners,
+    Whole,
+    grad_of,
+    kept_elsewhere,
+    narrowed,
+    options_kept,
+    step_of,
+    tensors_in,
+)
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat
+from zhooks.whole.tiers import Ahead, Away, InMemory, OverTiers, store_owned
+from zhooks.whole.update_rounds import Member, Round, by_flat, by_rank, memory_for, planned
 
 __all__ = ["WholeUpdater"]
 
@@ -56,30 +63,23 @@ class WholeUpdater:
     Args:
         shard: the ranks that share a sharded parameter.
         most_nbytes: what the parameters and gradients of a round may come to on an owner.
-        tiers: what is kept off the device.
-        stored_nbytes: the same for parameters that are.
+        store: keeps what is off the device; None where nothing is.
+        ahead: rounds fetched from there while one travels, 0 or 1.
+        stored_nbytes: as ``most_nbytes``, for parameters that are kept there.
     """
 
     def __init__(
-        self, owners: Owners, shard: Transport, bus: Bus, most_nbytes: int, tiers: InMemory, stored_nbytes: int
+        self, owners: Owners, shard: Transport, bus: Bus, most_nbytes: int, store: Store | None, ahead: int, stored_nbytes: int
     ) -> None:
         self._owners, self._shard, self._bus, self._most = owners, shard, bus, most_nbytes
-        self._tiers, self._most_stored = tiers, min(most_nbytes, stored_nbytes)
+        self._tiers = InMemory() if store is None else OverTiers(store, ahead)
+        self._most_stored = min(most_nbytes, stored_nbytes)
         self._planned: weakref.WeakKeyDictionary[Optimizer, tuple[Any, list[Round]]] = weakref.WeakKeyDictionary()
-        self._stepping = threading.local()
 
-    @property
-    def stepping(self) -> bool:
-        """This thread is in the step of an owner."""
-        return bool(getattr(self._stepping, "now", False))
-
-    def updates(self, optimizer: Optimizer) -> list[Whole]:
-        """What a step of the optimizer has to do here."""
-        return self._owners.whole(optimizer)
-
-    def adopt(self, optimizer: Optimizer, flat: Flat) -> None:
+    @staticmethod
+    def adopt(store: Store, optimizer: Optimizer, flat: Flat) -> None:
         """States of a flat's parameters that were moved or loaded go to their tier."""
-        self._tiers.adopt(optimizer, flat)
+        store_owned(store, optimizer, flat)
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, updates: Sequence[Whole], arguments: Arguments) -> None:
@@ -275,14 +275,12 @@ class WholeUpdater:
         name, nbytes = (whole[0][0].flat.name if whole else ""), sum(value.nbytes for _, value, _ in whole)
         if whole and self._bus.active:
             self._bus.begin("update", name, nbytes, at=HERE)
-        self._stepping.now = True
         try:
             if whole:
                 with narrowed(optimizer, groups, names), options_kept(optimizer):
                     step_of(optimizer)(optimizer, *arguments.args, **arguments.kwargs)
                     self._check_kept(optimizer, [stand_in for _, stand_in in stand_ins])
         finally:
-            self._stepping.now = False
             for one, stand_in in stand_ins:
                 _keep(optimizer.state[one.param], optimizer.state.pop(stand_in))
             if whole and self._bus.active:

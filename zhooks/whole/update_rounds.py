@@ -1,6 +1,6 @@
 """Parameters that are updated whole, by round: which travel together, their places on the ranks, and memory for them on owners.
 
-``whole_update.py`` moves and updates them.  It never communicates, nor decides who owns what.
+``update.py`` moves and updates them.  It never communicates, nor decides who owns what.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from offload.device import computes_on_host
 from zhooks.comm import Nbytes
-from zhooks.optim.assign_owners import Matrix, rounds, rounds_by_flat
-from zhooks.optim.owners import Whole
+from zhooks.optim import Whole
+from zhooks.whole.plan_rounds import Matrix, rounds, rounds_by_flat
 
 __all__ = ["Member", "Round", "by_flat", "by_rank", "memory_for", "planned"]
 

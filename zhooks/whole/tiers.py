@@ -1,6 +1,6 @@
 """What a round of parameters that are updated whole needs from tiers: values, gradients and the owner's states, and back.
 
-``whole_update.py`` asks for each round ahead of its turn, and closes it when the new values are written.  It never computes an
+``update.py`` asks for each round ahead of its turn, and closes it when the new values are written.  It never computes an
 update, communicates, or decides what travels together.
 
 Note: [Ahead]
@@ -20,16 +20,12 @@ from torch.optim import Optimizer
 from offload.errors import BudgetError
 from offload.store import Block, Mode, Store
 from offload.tier import Tier
-from zhooks.optim.kernel import grad_of
-from zhooks.optim.owned_states import OwnedStates, with_owners
-from zhooks.optim.owners import Whole
-from zhooks.optim.references import memory_beside
-from zhooks.optim.stored_states import adopt, bring, put_away
-from zhooks.optim.tiered_update import Fetched
+from zhooks.optim import Fetched, OwnedStates, Whole, grad_of, memory_beside, with_owners
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, State
+from zhooks.whole.stored_states import adopt, bring, put_away
 
-__all__ = ["Ahead", "Away", "InMemory", "OverTiers"]
+__all__ = ["Ahead", "Away", "InMemory", "OverTiers", "store_owned"]
 
 
 class Away:
@@ -102,9 +98,6 @@ class InMemory:
     def end_step(self) -> None:
         """They have been."""
 
-    def adopt(self, optimizer: Optimizer, flat: Flat) -> None:
-        """States that were moved or loaded go to their tier."""
-
     def away(self, optimizer: Optimizer, members: Sequence[Whole]) -> Away:
         """What a round of these needs, not begun."""
         return Away()
@@ -139,12 +132,6 @@ class OverTiers(InMemory):
 
     def end_step(self) -> None:
         self._store.trim()
-
-    def adopt(self, optimizer: Optimizer, flat: Flat) -> None:
-        mine = list(with_owners(optimizer, flat.params))
-        shared = memory_beside(optimizer) if mine else set()
-        for _, states in mine:
-            adopt(self._store, states, _where(flat), shared)
 
     def away(self, optimizer: Optimizer, members: Sequence[Whole]) -> Away:
         def begin() -> tuple[Fetched, Fetched]:
@@ -214,6 +201,13 @@ class Ahead:
         with ExitStack() as opened:
             for away in reversed(self._rounds):
                 opened.callback(away.close)
+
+
+def store_owned(store: Store, optimizer: Optimizer, flat: Flat) -> None:
+    """States of a flat's parameters that were moved or loaded go to their tier."""
+    shared = memory_beside(optimizer)
+    for _, states in with_owners(optimizer, flat.params):
+        adopt(store, states, _where(flat), shared)
 
 
 def _where(flat: Flat) -> tuple[str, Tier]:
