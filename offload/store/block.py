@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,30 +17,16 @@ from offload.store.lease import Lease, Mode
 from offload.tier import Tier
 from offload.work import DONE, HostWork
 
-__all__ = ["Block", "BlockRange", "Keeper", "owner_of"]
+if TYPE_CHECKING:
+    from offload.store.store import Store
 
-
-class Keeper(Protocol):
-    """What a block asks of its store."""
-
-    @property
-    def compute(self) -> torch.device:
-        """Where values are used."""
-
-    def tensor(self, block: Block, mode: Mode) -> Tensor:
-        """The block's values in memory."""
-
-    def drop(self, block: Block) -> None:
-        """Give the block's memory back."""
-
-    def forsake(self, block: Block) -> None:
-        """Nobody refers to the block any more."""
+__all__ = ["Block", "BlockRange", "owner_of"]
 
 
 class Block:
     """A 1-D run of elements stored on one tier.  Made by ``Store.put``."""
 
-    def __init__(self, store: Keeper, key: str, numel: int, dtype: torch.dtype, allocation: Allocation) -> None:
+    def __init__(self, store: Store, key: str, numel: int, dtype: torch.dtype, allocation: Allocation) -> None:
         self.key, self.numel, self.dtype = key, numel, dtype
         self.store, self.allocation = store, allocation
         # Nothing was ever written: its values are zeros that are stored nowhere yet.

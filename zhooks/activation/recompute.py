@@ -34,7 +34,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
@@ -50,6 +50,9 @@ from zhooks.activation.residual import Residual
 from zhooks.refusals import modified
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, Unit
+
+if TYPE_CHECKING:
+    from zhooks.activation.saved import SavedParameters
 
 Make = Callable[..., Generator[None, None, None]]
 
@@ -293,21 +296,10 @@ class _Open:
     inside: int = 0
 
 
-class Saving(Protocol):
-    """What takes the inputs that are kept (``saved.SavedParameters``)."""
-
-    @property
-    def residual(self) -> Residual:
-        """The count of what is kept."""
-
-    def saving_inputs(self, unit: Unit, given: Sequence[Tensor], name: Callable[[int], str]) -> AbstractContextManager[object]:
-        """What is saved inside are the inputs ``given`` to ``unit``; ``name`` says what to call each."""
-
-
 class Recompute:
     """The recomputation of one attachment."""
 
-    def __init__(self, modules: dict[int, tuple[Unit, nn.Module]], saved: Saving) -> None:
+    def __init__(self, modules: dict[int, tuple[Unit, nn.Module]], saved: SavedParameters) -> None:
         self._make = _checkpoint()
         self._saved = saved
         self._modules = {

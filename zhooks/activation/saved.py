@@ -155,7 +155,7 @@ class SavedParameters:
             self.recompute.abandon()
 
     def saving_inputs(self, unit: Unit, given: Sequence[Tensor], name: Callable[[int], str]) -> AbstractContextManager[object]:
-        """See ``recompute.Saving``."""
+        """What is saved inside are the inputs ``given`` to ``unit``; ``name`` says what to call each."""
         kept = nullcontext() if self.inputs is None else self.inputs.saving()
         both = ExitStack()
         both.enter_context(self.partition.inputs(unit.name, self.where, given, name))

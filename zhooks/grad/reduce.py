@@ -31,7 +31,7 @@ Note: [Who skips a unit]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Protocol
@@ -89,13 +89,6 @@ class Updates(Protocol):
         """Refuse what comes between updates and their step."""
 
 
-class Meter(Protocol):
-    """Who measures gradients (``report/calibrate.py``)."""
-
-    def backward_over(self) -> None:
-        """A backward has ended, and its gradients are in place."""
-
-
 class Rider(Protocol):
     """Whose bytes travel with the exchange that every reducing backward of several ranks ends with.
 
@@ -140,7 +133,7 @@ class Reducer:
         #: A backward ended by an error in its reductions: what gradients hold is of some units only.
         self.torn = False
         self.updates: Updates | None = None
-        self._meter: Meter | None = None
+        self._meter: Callable[[], None] | None = None
         self.probe: Probe | None = None
         #: The same kinds, in the same order, on every rank.
         self.riders: list[Rider] = []
@@ -223,8 +216,8 @@ class Reducer:
         return self._meter is not None
 
     @contextmanager
-    def measuring(self, meter: Meter) -> Iterator[None]:
-        """``meter`` is shown the end of every backward inside the block."""
+    def measuring(self, meter: Callable[[], None]) -> Iterator[None]:
+        """``meter`` is called at the end of every backward inside the block, when its gradients are in place."""
         self._meter = meter
         try:
             yield
@@ -511,7 +504,7 @@ class Reducer:
                     self.updates.finish()
             self.scaling.backward_over(landed=not held)
         if self._meter is not None:
-            self._meter.backward_over()
+            self._meter()
         if self.probe is not None:
             self.probe.backward_over(held=held)
 

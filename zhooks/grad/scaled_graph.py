@@ -19,7 +19,7 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,23 +29,19 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from offload.errors import ScaleError, ShardedOpError
 from zhooks.grad.node import Gather
 
-__all__ = ["Boundary", "Scaler", "each", "prove"]
+if TYPE_CHECKING:
+    from zhooks.grad.scaling import Scaling
+
+__all__ = ["Boundary", "each", "prove"]
 
 _ENTRY = "_engine_run_backward"
-
-
-class Scaler(Protocol):
-    """Who knows the scale (``scaling.Scaling``)."""
-
-    def crossed(self, inward: bool) -> float:
-        """A gradient crosses a boundary, into the model or out of it: the factor it is multiplied by."""
 
 
 class Boundary(torch.autograd.Function):
     """The value as it is, in ``dtype`` where that is given; backward multiplies, in the wider of the two dtypes."""
 
     @staticmethod
-    def forward(ctx: Any, scaler: Scaler, inward: bool, dtype: torch.dtype | None, value: Tensor) -> Tensor:
+    def forward(ctx: Any, scaler: Scaling, inward: bool, dtype: torch.dtype | None, value: Tensor) -> Tensor:
         ctx.scaler, ctx.inward, ctx.dtype = scaler, inward, value.dtype
         ctx.set_materialize_grads(False)
         # Not a view to autograd: the user may change an output in place.
@@ -93,7 +89,7 @@ def _fields(found: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return made
 
 
-def prove(scaler: Scaler) -> None:
+def prove(scaler: Scaling) -> None:
     """Walk the graph of the backward that is running: every way to a parameter crosses a boundary inward, once.
 
     Raises:
@@ -116,7 +112,7 @@ def _node(place: Tensor | GradientEdge) -> Any:
     return place.node if isinstance(place, GradientEdge) else place.grad_fn
 
 
-def _walk(roots: list[Any], scaler: Scaler) -> dict[Any, bool]:
+def _walk(roots: list[Any], scaler: Scaling) -> dict[Any, bool]:
     """Every node of the graph above the parameters -> whether the gradient that reaches it is scaled."""
     seen: dict[Any, bool] = {}
     stack: list[tuple[Any, bool]] = [(root, False) for root in roots]

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from zhooks.grad.loss_scale import LossScale, leave_nothing
 from zhooks.grad.scaled_graph import Boundary, each, prove
 from zhooks.layout import SHARD, TP
 from zhooks.refusals import too_old
-from zhooks.tensor import Name, Overflows, ShardedTensor, ShardGroup, overflowed
+from zhooks.tensor import Engine, Name, Overflows, ShardedTensor, ShardGroup, overflowed
 from zhooks.unit import Flat
 
 __all__ = ["Scaling"]
@@ -48,32 +48,12 @@ _open: weakref.WeakSet[Scaling] = weakref.WeakSet()
 _numbers = count()
 
 
-class Passes(Protocol):
-    """The passes of the same attachment (``run/runtime.py``)."""
-
-    @property
-    def outermost(self) -> bool:
-        """No forward is running."""
-
-    def due(self) -> None:
-        """Finish a backward that is still open, and reduce what adds up."""
-
-
-class NoPasses:
-    """What is left of them once the attachment is over."""
-
-    outermost = True
-
-    def due(self) -> None:
-        return None
-
-
 class Scaling:
     """The loss scale of one attachment, and its memory of overflows."""
 
-    def __init__(self, comm: Comm, bus: Bus, precision: Precision, passes: Passes) -> None:
+    def __init__(self, comm: Comm, bus: Bus, precision: Precision, engine: Engine) -> None:
         self.comm, self.bus = comm, bus
-        self._passes = passes
+        self._engine = engine
         self.scale, self.overflows = LossScale(precision), Overflows(bus)
         self._number = next(_numbers)
         self._gradients: tuple[GradBuffer, ...] = ()
@@ -99,7 +79,7 @@ class Scaling:
     def close(self) -> None:
         _open.discard(self)
         # Kept graphs and tensors refer to this, and must not keep the attachment.
-        self._passes, self._gradients = NoPasses(), ()
+        self._engine, self._gradients = Engine(), ()
         self.restore()
 
     # What enters and leaves the model.
@@ -120,7 +100,7 @@ class Scaling:
 
     def outside(self, view: Tensor) -> Tensor:
         """A parameter's value, used now; outside of any forward its gradients become scaled as those of outputs."""
-        if not self.on or not view.requires_grad or not self._passes.outermost:
+        if not self.on or not view.requires_grad or not self._engine.outermost:
             return view
         if isinstance(torch._C._current_autograd_node(), _REENTRANT):
             raise ScaleError(
@@ -138,7 +118,7 @@ class Scaling:
         return crossed
 
     def crossed(self, inward: bool) -> float:
-        """See ``scaled_graph.Scaler``."""
+        """A gradient crosses a boundary, into the model or out of it: the factor it is multiplied by."""
         task = torch._C._current_graph_task_id()
         if task not in self._proved:
             if self not in _open:
@@ -272,7 +252,7 @@ class Scaling:
             )
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
             self.scaler_comes()
-        self._passes.due()
+        self._engine.due()
         self._ask_other_stages()
         self.overflows.used()
         with torch._C.DisableTorchFunctionSubclass():
@@ -300,7 +280,7 @@ class Scaling:
             return
         mine = [stage for stage in self._unasked() if stage._fresh]
         for stage in mine:
-            stage._passes.due()
+            stage._engine.due()
         device = self._flats[0].kind.device if self._flats else "cpu"
         lost = self._any_stage(
             "loss scale", torch.tensor([float(any(stage._lost for stage in mine))], dtype=torch.float32, device=device)

@@ -192,10 +192,10 @@ def calibrating(session: Session, prefer: Base, loss_scale: float | None) -> Ite
     runtime.finish_backward()
     _check(session, prefer, loss_scale)
     meter, calibration = Meter(session.units), Calibration()
-    handles = watch(session.model, session.units, meter)
+    handles = watch(session.model, session.units, meter.output, meter.gradient)
     try:
         # Compiled code was made without the hooks inside units, and does not look for new ones.
-        with torch.compiler.set_stance("force_eager"), runtime.reducer.measuring(meter):
+        with torch.compiler.set_stance("force_eager"), runtime.reducer.measuring(meter.backward_over):
             yield calibration
             runtime.finish_backward()
     finally:

@@ -7,9 +7,9 @@ ones; they never replace a ``forward`` and never touch a parameter but through t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -112,8 +112,8 @@ class Before(Hook):
         path = f"{where} {'train' if module.training else 'eval'}" if outermost and not backward else None
         runtime.saved.entered(module, args, kwargs, where=where, begins=path, unit=bool(self._units))
         scaling, begins = self._casts.scaling, outermost and self.begins
-        if runtime.values is not None and begins and not backward and torch.is_grad_enabled():
-            runtime.values.given((args, kwargs))
+        if runtime.given is not None and begins and not backward and torch.is_grad_enabled():
+            runtime.given((args, kwargs))
         dtype = self._casts.given(module, begins)
         if dtype is None and not (begins and scaling.on):
             return None
@@ -141,8 +141,8 @@ class After(Hook):
         # torch calls this with None from inside its except clause; a module may also return None of its own.
         failed = output is None and sys.exc_info()[0] is not None
         runtime = self._runtime
-        if runtime.values is not None and not failed and not in_backward() and torch.is_grad_enabled():
-            runtime.values.made(self._before.where, output)
+        if runtime.made is not None and not failed and not in_backward() and torch.is_grad_enabled():
+            runtime.made(self._before.where, output)
         self._before.left(failed)
         runtime.saved.left(module, failed)
         runtime.leave(module, failed)
@@ -158,32 +158,28 @@ class After(Hook):
         return self._casts.scaling.outward(output)
 
 
-class Watcher(Protocol):
-    """Who is shown what units make (``calibrate.Meter``)."""
-
-    def output(self, number: int, value: Tensor, whole: bool) -> None:
-        """A module of unit ``number`` has made ``value``; ``whole``: the unit itself has."""
-
-    def gradient(self, number: int, value: Tensor) -> None:
-        """The gradient of what unit ``number`` has handed on."""
+#: Called with a unit's number, what a module of it has made, and whether the unit itself has; and with the gradient of that.
+Made = Callable[[int, Tensor, bool], None]
+Gradient = Callable[[int, Tensor], None]
 
 
 class Watch(Hook):
     """Forward hook that shows what a module of a unit makes, and its gradient where the unit hands it on."""
 
-    def __init__(self, meter: Watcher, number: int, *, whole: bool) -> None:
-        self._meter, self._number, self._whole = meter, number, whole
+    def __init__(self, number: int, made: Made, passed: Gradient, *, whole: bool) -> None:
+        self._number, self._made, self._passed, self._whole = number, made, passed, whole
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
-                self._meter.output(self._number, leaf, self._whole)
+                self._made(self._number, leaf, self._whole)
                 if self._whole and leaf.requires_grad and not in_backward():
-                    leaf.register_hook(lambda grad: self._meter.gradient(self._number, grad))
+                    leaf.register_hook(lambda grad: self._passed(self._number, grad))
 
 
-def watch(model: nn.Module, units: Sequence[Unit], meter: Watcher) -> list[RemovableHandle]:
-    """Show ``meter`` what the units' modules without children make, and what the units themselves do."""
+def watch(model: nn.Module, units: Sequence[Unit], made: Made, passed: Gradient) -> list[RemovableHandle]:
+    """Call ``made`` with what the units' modules without children make, and what the units themselves do; ``passed`` with the
+    gradients of the latter."""
     entries = {id(entry): unit.number for unit in units for entry in reversed(unit.entries)}
     handles: list[RemovableHandle] = []
     waiting: list[tuple[nn.Module, int | None]] = [(model, None)]
@@ -196,7 +192,7 @@ def watch(model: nn.Module, units: Sequence[Unit], meter: Watcher) -> list[Remov
         seen.add(id(module))
         whole = id(module) in entries
         if number is not None and (whole or next(tree.children(module), None) is None):
-            handles.append(module.register_forward_hook(Watch(meter, number, whole=whole)))
+            handles.append(module.register_forward_hook(Watch(number, made, passed, whole=whole)))
         waiting.extend((child, number) for child in tree.children(module))
     return handles
 

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,16 +49,6 @@ def forget_idle_graphs() -> None:
     """
     if sum(runtime.forget_idle_graphs() for runtime in _living):
         gc.collect()
-
-
-class Values(Protocol):
-    """Who is shown what training passes are given and make (``report/nonfinite.py``)."""
-
-    def given(self, value: Any) -> None:
-        """A forward begins, with these arguments."""
-
-    def made(self, where: str, value: Any) -> None:
-        """A module that a unit is entered through has made this."""
 
 
 class Runtime(Engine):
@@ -96,7 +86,9 @@ class Runtime(Engine):
         choices = Choices(schedule.prefetch, schedule.reshard_after_forward, spare, schedule.uneven)
         self.paths = Paths(choices, GatherControl(comm, "first pass"))
         self.saved = SavedParameters(self.backward_use, model, comm, bus, ignored)
-        self.values: Values | None = None
+        #: Where given: called with a training forward's arguments, and with what a unit's module made, by the unit's name.
+        self.given: Callable[[Any], None] | None = None
+        self.made: Callable[[str, Any], None] | None = None
         self.inputs = LastInputs()
         self._units: list[Unit] = []
         self._of: dict[int, Unit] = {}

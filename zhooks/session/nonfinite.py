@@ -71,11 +71,12 @@ class NonFinite:
         reducer = self._runtime.reducer
         if self._hooks is not None:
             self._hooks.remove()
-            self._hooks = self._runtime.values = None
+            self._hooks = self._runtime.given = self._runtime.made = None
             reducer.riders.remove(self)
             self.forget()
             return
-        self._hooks, self._runtime.values = reducer.hooks.register(self._sending, None), self
+        self._hooks = reducer.hooks.register(self._sending, None)
+        self._runtime.given, self._runtime.made = self.given, self.made
         reducer.riders.append(self)
 
     # What passes by.

@@ -50,6 +50,11 @@ class HeldSums(Protocol):
 class Engine:
     """Who runs the passes that a flat is used in: nobody, where the model is plain; else ``run/runtime.py``."""
 
+    @property
+    def outermost(self) -> bool:
+        """No forward is running."""
+        return True
+
     def loose_use(self, flat: Any) -> None:
         """A parameter is used outside its module's forward: its flat is gathered."""
 

@@ -11,8 +11,8 @@ Note: [What an operation can make]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Container
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,10 @@ from torch._ops import OpOverload
 
 from zprof.recording.quiet import Quiet
 
-__all__ = ["Ear", "Listener", "plain_parts", "storages_of"]
+if TYPE_CHECKING:
+    from zprof.recording.tracker import Tracker
+
+__all__ = ["Ear", "plain_parts", "storages_of"]
 
 _address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
@@ -34,22 +37,6 @@ _KEEPS, _MAKES, _RESIZES = 0, 1, 2
 _KINDS: dict[type, int] = {Tensor: _TENSOR, nn.Parameter: _TENSOR, list: _LIST, tuple: _LIST}
 
 
-class Listener(Protocol):
-    """Who hears of storages."""
-
-    def met(self, tensor: Tensor) -> None:
-        """A tensor on a storage that was never seen, though no operation heard here made it."""
-
-    def made(self, tensor: Tensor, args: Iterable[Any]) -> None:
-        """An operation on ``args`` made a tensor on a new storage."""
-
-    def resized(self, tensor: Tensor) -> None:
-        """The storage of a tensor may have another size than before."""
-
-    def failed(self, error: Exception) -> None:
-        """One of these raised; nothing more is reported."""
-
-
 class Ear(Quiet):
     """Reports to ``listener`` what it hears on the thread it is pushed on, and on autograd's threads that work for it.
 
@@ -58,7 +45,7 @@ class Ear(Quiet):
         besides: more of them.
     """
 
-    def __init__(self, listener: Listener, known: Container[int], besides: Container[int]) -> None:
+    def __init__(self, listener: Tracker, known: Container[int], besides: Container[int]) -> None:
         super().__init__()
         self._listener, self._known, self._besides = listener, known, besides
         self._operations: dict[int, tuple[Callable[..., Any], int]] = {}
