@@ -502,6 +502,109 @@ def names_mean_something(sources: list[Source]) -> list[str]:
     return findings
 
 
+#: Protocols that one class implements, each for its reason: "offload/virtual/machine.py Costs".
+ONE_IMPLEMENTER = {
+    "offload/virtual/machine.py Costs": "zhooks knows what work costs, and offload runs without zhooks",
+    "zhooks/grad/reduce.py Backward": "the runtime is above the reductions, which say what has arrived",
+    "zhooks/grad/reduce.py Updates": "optim is above grad, which starts updates in backward",
+    "zhooks/optim/optimizers.py States": "checkpoint is above optim, which asks for the states that it has read",
+    "zhooks/optim/overlap.py Known": "a record of steps, which the updates in backward read",
+    "zhooks/simulate/best_first.py Space": "tests search small spaces, and compare with all that is in them",
+    "zhooks/tensor/group.py HeldSums": "grad is above tensor, whose gradients read what is held back",
+    "zhooks/tensor/group.py Owner": "unit is above tensor, whose parameters use the flat buffer they lie in",
+    "zhooks/tensor/overflow.py Watch": "grad is above tensor, whose unscaling asks what watches the gradients",
+}
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a class has under a name: a method that takes from ``least`` to ``most`` arguments, or a value, where both are 0."""
+
+    least: int = 0
+    most: float = 0
+
+    @classmethod
+    def of(cls, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Member:
+        if any("property" in ast.unparse(each) for each in function.decorator_list):
+            return cls()
+        arguments = function.args
+        positional = len(arguments.posonlyargs) + len(arguments.args)
+        return cls(positional - len(arguments.defaults), float("inf") if arguments.vararg else positional)
+
+    def does_for(self, asked: Member) -> bool:
+        return bool(self.most) == bool(asked.most) and self.least <= asked.most <= self.most
+
+
+class Classes:
+    """All classes of some sources, and what each has, by itself or from a base."""
+
+    def __init__(self, sources: list[Source]) -> None:
+        self.all = [(here, node) for here in sources for node in here.nodes if isinstance(node, ast.ClassDef)]
+        self._named: dict[str, list[tuple[Source, ast.ClassDef]]] = {}
+        for each in self.all:
+            self._named.setdefault(each[1].name, []).append(each)
+        self._known: dict[ast.ClassDef, dict[str, Member]] = {}
+
+    def members(self, here: Source, node: ast.ClassDef) -> dict[str, Member]:
+        if node in self._known:
+            return self._known[node]
+        found = self._known[node] = {}
+        for base in bases(node):
+            same = self._named.get(base, [])
+            # A name of several classes is the one of this module, else those of this package.
+            own = [each for each in same if each[0] is here]
+            for each in own or [each for each in same if each[0].package == here.package] or same:
+                found.update(self.members(*each))
+        for child in node.body:
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                found.update({name: Member() for name in stored_on_self(child) if name not in found})
+                found[child.name] = Member.of(child)
+            else:
+                found.update({name.id: Member() for name in stored(child) if isinstance(name, ast.Name)})
+        return found
+
+
+def bases(node: ast.ClassDef) -> list[str]:
+    return [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
+
+
+def stored(node: ast.AST) -> list[ast.Name | ast.Attribute]:
+    """What is assigned to, or declared, in a statement."""
+    return [each for each in ast.walk(node) if isinstance(each, (ast.Name, ast.Attribute)) and isinstance(each.ctx, ast.Store)]
+
+
+def stored_on_self(node: ast.AST) -> list[str]:
+    kept = [each for each in stored(node) if isinstance(each, ast.Attribute)]
+    return [each.attr for each in kept if isinstance(each.value, ast.Name) and each.value.id in ("self", "cls")]
+
+
+def protocols_of_one(sources: list[Source]) -> dict[str, str]:
+    """Protocols that at most one class of the packages has all methods of: "file Name" -> the finding.
+
+    One that is but ``__call__`` is the signature of a function.
+    """
+    classes, found = Classes(sources), dict[str, str]()
+    for here, node in classes.all:
+        asked = classes.members(here, node)
+        if "Protocol" not in bases(node) or asked.keys() <= {"__call__"}:
+            continue
+        having = [
+            other.name
+            for where, other in classes.all
+            if "Protocol" not in bases(other) and here.package in MAY_IMPORT[where.package]
+            if all((own := classes.members(where, other).get(name)) and own.does_for(each) for name, each in asked.items())
+        ]
+        if len(having) < 2:
+            whom = having[0] if having else "none"
+            what = f"{node.name} is a Protocol: expected two classes, found {whom}"
+            found[f"{here.path} {node.name}"] = here.finding(node, what)
+    return found
+
+
+def protocols_have_several_implementers(sources: list[Source]) -> list[str]:
+    return [finding for name, finding in protocols_of_one(sources).items() if name not in ONE_IMPLEMENTER]
+
+
 # --- what tests reach for ---------------------------------------------------------------------------------------------
 
 PRIVATE = re.compile(r"_[a-z]\w*")
@@ -585,6 +688,50 @@ def private_names_are_for_own_tests(sources: list[Source]) -> list[str]:
                 whom = ", ".join(sorted(whose))
                 findings.append(here.finding(node, f"{name} is private to {whom}: use its API, or {INSIDE}"))
     return findings
+
+
+#: What is private to objects of torch, of the standard library and of transformers, by names that ours have too.
+OF_LIBRARIES = {"_buffers", "_config", "_grouped_mm", "_indices", "_save", "_snapshot", "_use_count", "_values", "_world"}
+#: How often the modules of a package use what is private to an object of another module. These numbers only fall.
+#: Most are the fields of a sharded tensor, which is a torch.Tensor: without an underscore they could hide names of torch's.
+PRIVATE_USES = {
+    "offload.device": 2, "zhooks.activation": 1, "zhooks.build": 1, "zhooks.checkpoint": 13, "zhooks.grad": 16,
+    "zhooks.live": 7, "zhooks.optim": 46, "zhooks.report": 8, "zhooks.resilience": 1, "zhooks.session": 1, "zhooks.tensor": 174,
+    "zhooks.unit": 2, "zprof": 1,
+}  # fmt: skip
+
+
+def defined(here: Source) -> set[str]:
+    """The names that a module gives to what is its own: functions, classes, variables, and attributes of ``self``."""
+    found = {node.name for node in here.nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+    found |= {node.id for node in here.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return found | set(stored_on_self(here.tree))
+
+
+def private_uses(sources: list[Source]) -> dict[str, list[str]]:
+    """Place -> where its modules use a private attribute, defined in the packages, of something else than themselves."""
+    own_of = {here: defined(here) for here in sources}
+    owned = {name for names in own_of.values() for name in names if PRIVATE.fullmatch(name)} - THEIRS - OF_LIBRARIES
+    found: dict[str, list[str]] = {}
+    for here, own in own_of.items():
+        known = aliases(here)
+        for node in here.nodes:
+            if not isinstance(node, ast.Attribute) or node.attr not in owned or node.attr in own:
+                continue
+            of = ast.unparse(node.value)
+            theirs = dotted(node.value, known)
+            if of not in ("self", "cls", "super()") and (theirs is None or theirs.partition(".")[0] in PACKAGES):
+                found.setdefault(place(here.module), []).append(here.finding(node, f"{of}.{node.attr} is private"))
+    return found
+
+
+def private_attributes_are_for_their_module(sources: list[Source]) -> list[str]:
+    return [
+        f"{whose} uses {len(found)} private attributes of others, at most {PRIVATE_USES.get(whose, 0)} are allowed: " + each
+        for whose, found in private_uses(sources).items()
+        if len(found) > PRIVATE_USES.get(whose, 0)
+        for each in found
+    ]
 
 
 #: A module that holds tests or fixtures, also where a string names it: as the job of a rank, or in a program of its own.

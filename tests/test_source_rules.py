@@ -10,6 +10,8 @@ import pytest
 
 from tests.source_rules import (
     INSIDE,
+    ONE_IMPLEMENTER,
+    PRIVATE_USES,
     Rule,
     all_sources,
     clocks_only_in_events_and_comm,
@@ -28,7 +30,9 @@ from tests.source_rules import (
     nothing_prints,
     packages_have_one_entry,
     packages_point_down,
+    private_attributes_are_for_their_module,
     private_names_are_for_own_tests,
+    protocols_have_several_implementers,
     shared_things_are_no_tests,
     source,
     stores_only_in_their_file,
@@ -105,6 +109,14 @@ def test_clocks_are_read_only_in_events_and_comm() -> None:
 
 def test_no_name_could_mean_anything() -> None:
     keeps(names_mean_something)
+
+
+def test_a_protocol_has_several_implementers() -> None:
+    keeps(protocols_have_several_implementers)
+
+
+def test_private_attributes_of_others_are_used_no_more_often_than_before() -> None:
+    keeps(private_attributes_are_for_their_module)
 
 
 def test_a_test_reaches_into_what_it_tests_alone() -> None:
@@ -218,6 +230,70 @@ BROKEN: list[tuple[Rule, str, str, str]] = [
     (names_mean_something, "zhooks/unit/unit.py", "def f(io_utils): ...", ":1: io_utils"),
     (names_mean_something, "zhooks/utils.py", "", ":1: module zhooks.utils"),
 ]
+
+SPACE = "class Space(Protocol):\n    size: int\n    def free(self, key: str) -> int: ...\n"
+FIRST = "class First:\n    size = 1\n    def free(self, key: str) -> int: ...\n"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "",
+        "class Second(Space, Protocol): ...\n",
+        "class Second:\n    def free(self, key): ...\n",
+        "class Second:\n    size = free = 2\n",
+        "class Second:\n    size = 2\n    def free(self): ...\n",
+        "class Second:\n    size = 2\n    def free(self, key, at): ...\n",
+        "class Second:\n    size = 2\n    @property\n    def free(self): ...\n",
+    ],
+)
+def test_the_rule_of_protocols_notices_one_that_a_single_class_implements(other: str) -> None:
+    findings = protocols_have_several_implementers([source("zhooks/unit/unit.py", SPACE + FIRST + other)])
+    assert findings[0] == "zhooks/unit/unit.py:1: Space is a Protocol: expected two classes, found First"
+    below = [source("offload/disk/io.py", SPACE + other), source("zhooks/unit/unit.py", FIRST)]
+    assert protocols_have_several_implementers(below)[0].startswith("offload/disk/io.py:1: Space is a Protocol")
+    above = [source("zhooks/unit/unit.py", SPACE), source("offload/disk/io.py", FIRST + FIRST.replace("First", "Second"))]
+    assert protocols_have_several_implementers(above)[0].endswith("found none"), "offload cannot be given to zhooks' own"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "class Second(First): ...\n",
+        "class Second:\n    size: int = 2\n    def free(self, key, at=0): ...\n",
+        "class Second:\n    def __init__(self):\n        self.size = 2\n    def free(self, *keys): ...\n",
+        "class Second:\n    @property\n    def size(self): ...\n    def free(self, key): ...\n",
+    ],
+)
+def test_the_rule_of_protocols_allows_what_several_implement_and_what_is_a_function(other: str) -> None:
+    take = "class Take(Protocol):\n    def __call__(self, key: str) -> int: ...\n"
+    assert protocols_have_several_implementers([source("zhooks/unit/unit.py", SPACE + FIRST + other + take)]) == []
+    at, _, name = next(iter(ONE_IMPLEMENTER)).partition(" ")
+    assert protocols_have_several_implementers([source(at, SPACE.replace("Space", name))]) == []
+
+
+OWNER = source("zhooks/unit/flat.py", "class Flat:\n    _key: str\n    def __init__(self):\n        self._at = 0\n")
+
+
+@pytest.mark.parametrize("text", ["flat._at", "self.flat._at", "flats[0]._key", "flat()._at", "flat._at = 0", "a.b._at.c"])
+def test_the_rule_of_private_attributes_counts_each_use_of_what_is_another_modules(text: str) -> None:
+    (finding,) = private_attributes_are_for_their_module([OWNER, source("zhooks/run/new.py", f"x = 1\n{text}")])
+    assert finding.startswith("zhooks.run uses 1 private attributes of others, at most 0 are allowed: zhooks/run/new.py:2: ")
+    place, most = "zhooks.session", PRIVATE_USES["zhooks.session"]
+    for count in (most, most + 1):
+        uses = source(f"{place.replace('.', '/')}/new.py", f"{text}\n" * count)
+        assert len(private_attributes_are_for_their_module([OWNER, uses])) == (count if count > most else 0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "self._at", "cls._at", "super()._at", "import torch\ntorch._at", "parameter._version", "row._replace(key=1)",
+        "class Other:\n    _at = 0\ndef f(other):\n    return other._at", "def f(self, other):\n    self._at = other._at",
+    ],
+)  # fmt: skip
+def test_the_rule_of_private_attributes_counts_nothing_of_a_modules_own_or_of_a_library(text: str) -> None:
+    assert private_attributes_are_for_their_module([OWNER, source("zhooks/run/new.py", text)]) == []
 
 
 @pytest.mark.parametrize(("rule", "path", "text", "expected"), BROKEN)
