@@ -62,10 +62,12 @@ def missing() -> dict[str, str]:
     def step() -> None:
         before = [param.detach().clone() for param in model.parameters()]
         model(torch.ones(1, 4)).sum().backward()
+        optimizer = Shampoo(model.parameters())
         try:
-            Shampoo(model.parameters()).step()
+            optimizer.step()
         finally:
-            # Nothing was updated, and others train as before.
+            # Nothing was changed, and others train as before.
+            assert not optimizer.state
             assert all(bool((param == value).all()) for param, value in zip(model.parameters(), before, strict=True))
             torch.optim.SGD(model.parameters(), lr=0.1).step()
             assert not any(bool((param == value).all()) for param, value in zip(model.parameters(), before, strict=True))
