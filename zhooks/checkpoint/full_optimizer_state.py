@@ -15,8 +15,9 @@ from torch import Tensor
 from offload.errors import CheckpointError
 from offload.shards import CODES
 from zhooks.checkpoint.owned_states import from_first_rank, states_of_owners
-from zhooks.checkpoint.rank0_values import flats_of, spread_values, whole_values
+from zhooks.checkpoint.rank0_values import spread_values, whole_values
 from zhooks.comm import CONTROL, Call, Comm, ControlPlane
+from zhooks.layout import flats_of
 from zhooks.optim import (
     OwnedStates,
     mapped,

@@ -26,10 +26,10 @@ from zhooks.checkpoint.ignored_values import (
     left_out_names,
     plain_of,
 )
-from zhooks.checkpoint.rank0_values import flats_of, from_first, is_first, spread_values, whole_values
+from zhooks.checkpoint.rank0_values import from_first, is_first, spread_values, whole_values
 from zhooks.comm import CONTROL, Call, Comm, ControlPlane
 from zhooks.compiled import plain_name
-from zhooks.layout import Division, Ignored, is_divided, part_of, whole_of
+from zhooks.layout import Division, Ignored, flats_of, is_divided, part_of, whole_of
 from zhooks.optim import mapped
 from zhooks.run import Runtime
 from zhooks.tensor import ShardedTensor
@@ -129,7 +129,7 @@ def load_full_state(
     """
     ranks = ControlPlane(comm.stage, "load_state_dict", "the state")
     ranks.run(lambda: check_own(ignored, "load_state_dict"))
-    flats = list(flats_of(units))
+    flats = flats_of(units)
     whole: dict[str, Tensor] = dict(tree.named_buffers(model))
     whole |= ranks.run(lambda: plain_of(ignored, "load_state_dict"))
     kept = {plain_name(name) for name in model.state_dict(keep_vars=True)}

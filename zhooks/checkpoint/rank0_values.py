@@ -6,22 +6,16 @@ what is in memory (one flat, or over tp one parameter) and never says what a sta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zhooks.comm import CONTROL, Call, Comm
-from zhooks.unit import Flat, Ranges, Unit, full_copies, spread
+from zhooks.unit import Flat, Ranges, full_copies, spread
 
-__all__ = ["flats_of", "from_first", "is_first", "spread_values", "whole_values"]
-
-
-def flats_of(units: Sequence[Unit]) -> Iterator[Flat]:
-    """All flat buffers, in unit order."""
-    for unit in units:
-        yield from unit.flats
+__all__ = ["from_first", "is_first", "spread_values", "whole_values"]
 
 
 def is_first(comm: Comm) -> bool:

@@ -26,12 +26,11 @@ from offload.text import shown
 from offload.tier import Tier
 from zhooks import tree
 from zhooks.checkpoint.ignored_values import checksums_of, plain_of
-from zhooks.checkpoint.rank0_values import flats_of
 from zhooks.checkpoint.rng import generators
 from zhooks.checkpoint.state_tree import Packer
 from zhooks.comm import Comm
 from zhooks.grad import Reducer, Scaling
-from zhooks.layout import Ignored, part_of
+from zhooks.layout import Ignored, flats_of, part_of
 from zhooks.optim import OwnedStates, Rounding, sharded_states, states_of
 from zhooks.tensor import ParamShard, ShardedTensor, StoredTensor
 from zhooks.unit import Flat, Unit
@@ -69,7 +68,7 @@ class RunState:
 
     @property
     def flats(self) -> list[Flat]:
-        return list(flats_of(self.units))
+        return flats_of(self.units)
 
     @property
     def devices(self) -> list[torch.device]:

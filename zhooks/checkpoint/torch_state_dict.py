@@ -21,10 +21,10 @@ from torch.utils.hooks import RemovableHandle
 from offload.errors import CapabilityError, CheckpointError
 from zhooks.checkpoint.full_optimizer_state import make_whole
 from zhooks.checkpoint.ignored_values import check_alike
-from zhooks.checkpoint.rank0_values import flats_of, whole_values
+from zhooks.checkpoint.rank0_values import whole_values
 from zhooks.comm import Comm, ControlPlane
 from zhooks.grad import Asked, full_state_asked
-from zhooks.layout import Ignored
+from zhooks.layout import Ignored, flats_of
 from zhooks.optim import about_state, shard_vectors
 from zhooks.run import Inert
 from zhooks.tensor import ParamShard, ShardedTensor, ShardedVector

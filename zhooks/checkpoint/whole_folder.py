@@ -24,11 +24,11 @@ from offload.events import Bus
 from offload.shards import Entry, Folder, WholeFile, destination
 from offload.text import shown_path
 from zhooks.checkpoint.ignored_values import check_alike
-from zhooks.checkpoint.rank0_values import flats_of, is_first, whole_values
+from zhooks.checkpoint.rank0_values import is_first, whole_values
 from zhooks.checkpoint.save_load import one_stage_a_path
 from zhooks.comm import CONTROL, Call, Comm, ControlPlane
 from zhooks.compiled import plain_name
-from zhooks.layout import Ignored, whole_of
+from zhooks.layout import Ignored, flats_of, whole_of
 from zhooks.tensor import ParamShard
 from zhooks.unit import Flat, Unit, passing
 
