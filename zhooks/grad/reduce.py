@@ -367,9 +367,7 @@ class Reducer:
         flat = gradient.flat
         self._ready.discard(flat.number)
         self._make_way()
-        seen = self._seen.get(flat.number)
-        present = gradient.present
-        self._seen[flat.number] = present if seen is None else [a or b for a, b in zip(present, seen, strict=True)]
+        self._seen[flat.number] = self._had(gradient)
         if self.bus.active:
             self.bus.begin("reduce", flat.name, gradient.moved_nbytes, at=HERE)
         # fp16 sums would overflow.
@@ -384,6 +382,11 @@ class Reducer:
             self._under_way.append(sent)
         if self._alone:
             self._make_way(0)
+
+    def _had(self, gradient: GradBuffer) -> list[bool]:
+        """Which parameters have had a gradient in this backward."""
+        seen, present = self._seen.get(gradient.flat.number), gradient.present
+        return present if seen is None else [a or b for a, b in zip(present, seen, strict=True)]
 
     def _reduce_now(self, flat: Flat, grads: Sequence[Tensor | None]) -> list[Any]:
         """What autograd.grad or backward(inputs=...) gets: this rank's ranges of the means.  Collective, waited for at once."""
@@ -594,11 +597,8 @@ class Reducer:
         """Which parameters got a gradient on any rank, and the flats some rank completed a second time."""
         present, repeats = dict[int, list[bool]](), list[bool]()
         for number, gradient in self.gradients.items():
-            seen, present[number] = self._seen.get(number), gradient.present
-            if seen is not None:
-                now = gradient.present
-                present[number] = [a or b for a, b in zip(now, seen, strict=True)] if any(now) else seen
-            repeats.append(seen is not None and number in self._ready)
+            present[number] = self._had(gradient)
+            repeats.append(number in self._seen and number in self._ready)
         own: list[int] = [*chain.from_iterable(present.values()), *repeats]
         if self.replicas.jobs:
             # First over replicas that are jobs of their own: what is lost on that way is lost for all ranks of this one alike.
