@@ -4,12 +4,13 @@ types of device."""
 from __future__ import annotations
 
 from offload.device.clock import StreamClock
+from offload.device.comm_context import CommContext
 from offload.device.cuda import CudaCalls
 from offload.device.interface import Device, HostMemory
 from offload.device.open import computes_on_host, open_device
 from offload.device.reserved import can_reserve, grain_of, reserve
 from offload.device.stream_device import StreamCalls
-from offload.device.streams import OneStream, StreamUses, beside, bus_of, calls_of, keep, lane_of, one_stream
+from offload.device.streams import StreamUses, beside, bus_of, calls_of, keep, lane_of
 from offload.device.torch_module import (
     checkpoint_keeps_generator,
     default_device,
@@ -25,11 +26,11 @@ from offload.device.torch_module import (
 from offload.device.virtual import MemoryRun, VirtualCalls, VirtualDevice, VirtualTask, VirtualWork
 
 __all__ = [
+    "CommContext",
     "CudaCalls",
     "Device",
     "HostMemory",
     "MemoryRun",
-    "OneStream",
     "StreamCalls",
     "StreamClock",
     "StreamUses",
@@ -51,7 +52,6 @@ __all__ = [
     "keep",
     "lane_of",
     "memory_statistics",
-    "one_stream",
     "open_device",
     "random_state",
     "reserve",

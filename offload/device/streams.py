@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -78,61 +78,6 @@ def lane_of(device: torch.device) -> int:
     return 0 if calls is None else calls.number(calls.current())
 
 
-class OneStream:
-    """Brings work that several streams give rise to under one of them: the first, until `end`.
-
-    Note: [One stream a backward]
-        Autograd runs each node of the graph on the stream of its forward, so gradients of a model that runs on several streams
-        arrive on several. What is done with them jointly is ordered by the one stream it all runs on: it waits for each
-        arrival, and keeps the memory that another stream allocated. Whoever ends it waits for that stream.
-    """
-
-    def __init__(self, calls: StreamCalls | None) -> None:
-        self._calls = calls
-        self._stream: Any = None
-
-    @property
-    def queues(self) -> bool:
-        """There are streams: the host goes on before what it has queued is done."""
-        return self._calls is not None
-
-    def work(self, given: Iterable[Tensor | None] = ()) -> AbstractContextManager[None]:
-        """What is queued inside runs under the one stream, after what the current one has queued; ``given`` are tensors that
-        it uses, whoever allocated them. Nothing on a CPU."""
-        return _NOTHING if self._calls is None else self._brought(self._calls, given)
-
-    def end(self, left: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[None]:
-        """As `work`, and the last of it: the current stream then goes on after it, and may use what ``left`` names."""
-        return _NOTHING if self._calls is None else self._ended(self._calls, left)
-
-    @contextmanager
-    def _brought(self, calls: StreamCalls, given: Iterable[Tensor | None]) -> Iterator[None]:
-        current = calls.current()
-        self._stream = current if self._stream is None else self._stream
-        if current == self._stream:
-            yield
-            return
-        _order(calls, self._stream, current)
-        for tensor in given:
-            if tensor is not None:
-                calls.keep(tensor, self._stream)
-        with calls.using(self._stream):
-            yield
-
-    @contextmanager
-    def _ended(self, calls: StreamCalls, left: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
-        current = calls.current()
-        try:
-            with self._brought(calls, ()):
-                yield
-        finally:
-            stream, self._stream = self._stream, None
-            if stream != current:
-                _order(calls, current, stream)
-                for tensor in left():
-                    calls.keep(tensor, current)
-
-
 class StreamUses:
     """Which streams use memory that one of them took: they come after what filled it, and it is not used again before them.
 
@@ -186,14 +131,6 @@ class StreamUses:
         if current != self._owner and current not in self._others:
             calls.keep(tensor, current)
             self._others.append(current)
-
-
-def one_stream(device: torch.device) -> OneStream:
-    """The `OneStream` for work on ``device``."""
-    return OneStream(calls_of(device))
-
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def _order(calls: StreamCalls, stream: Any, after: Any) -> None:

@@ -42,7 +42,7 @@ LIMIT_S = 60.0
 
 #: Calls that nothing here shows to be missing, by function and text, and why.
 UNSEEN: dict[str, str] = {
-    "Reducer.came_to: self._streams.work()": "what is skipped in the workloads has no gradient that another stream has written",
+    "Reducer.came_to: self._context.adding()": "what is skipped there has no gradient that another stream has written",
     "WholeUpdater._begin: away.wait()": "for errors, before ranks meet: who sends a value or a gradient waits for it again",
     "WholeUpdater._computed: coming.work.wait()": "after the error the workload takes no memory that the round still writes",
     "Lease.arrived: self._lent.wait()": "no workload drops what a thread updates; it waits for that thread, and for no stream",

@@ -43,8 +43,9 @@ METHODS = {
     "used": "self._uses",
     "filled": "self._uses",
     "given": "self._uses",
-    "work": "self._streams",
-    "end": "self._streams",
+    "adding": "self._context",
+    "reducing": "self._context",
+    "end": "self._context",
 }
 #: The same as plain functions.
 FUNCTIONS = frozenset({"keep", "_order"})
@@ -268,7 +269,7 @@ def _nothing(call: ast.Call) -> ast.expr:
         return ast.Call(call.func, call.args, [keyword for keyword in call.keywords if keyword.arg != MARK])
     if not isinstance(call.func, ast.Attribute) or call.func.attr in _STATEMENTS:
         return ast.Constant(None)
-    if ast.unparse(call.func.value) == "self._streams":
+    if ast.unparse(call.func.value) == "self._context":
         return ast.parse("__import__('contextlib').nullcontext()", mode="eval").body
     owner = call.func.value
     # A lease's ``wait`` returns what it has waited for.

@@ -16,10 +16,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from offload.device import CommContext
 from offload.errors import ShardedOpError
 from offload.memory import Use
 from offload.store import Block
@@ -53,24 +55,28 @@ class GradBuffer:
     hands over stays autograd's own until chunks are filled from it, unless the sum is held back.
 
     Args:
+        context: whose adding stream takes the memory.
         reduce: reduces what is held back of all flat buffers.
         returned: it becomes nobody's ``.grad``: autograd.grad returns it.
     Attributes:
         chunks: what is sent at once, in order; see Note [Chunks] in reduction.py.
+        chunk_numel: elements of the buffer that a chunk is sent from.
         moved_nbytes: payload of one reduction.
         partial, present: what was added up and not taken yet, and for which parameters there was something.
         direct: what adds up or reduces gradients may write where they are kept: on the device, in their dtype.
         storage: holds the reduced range, or is about to receive it, until it is handed over to the parameters.
     """
 
-    def __init__(self, flat: Flat, pool: Pool, reduce: Callable[[], None], *, returned: bool = False) -> None:
-        self.flat, self._pool, self.reduce, self._returned = flat, pool, reduce, returned
+    def __init__(
+        self, flat: Flat, pool: Pool, context: CommContext[Any], reduce: Callable[[], None], *, returned: bool = False
+    ) -> None:
+        self.flat, self._pool, self.context, self.reduce, self._returned = flat, pool, context, reduce, returned
         kept, world = flat.group.layout, flat.layout.world
         self.chunks: Sequence[Chunk] = (Chunk(0, flat.shard_numel, (), flat.layout),)
-        # Every chunk takes buffers of the same size, the last too: so the pool has them again.
-        self._most = flat.pool.bound // flat.kind.wide
+        # Every chunk takes buffers of the same size, the last too: so the next one has them again.
+        self.chunk_numel = flat.pool.bound // flat.kind.wide if flat.long else flat.layout.padded
         if flat.long:
-            self.chunks = tuple(chunks_of(kept, self._most, kept.align * world // kept.world, world=world))
+            self.chunks = tuple(chunks_of(kept, self.chunk_numel, kept.align * world // kept.world, world=world))
         # A replicated gradient is gathered again when its ranges are reduced.
         self.moved_nbytes = flat.plan.sum_nbytes * (1 if flat.sharded else 2 if world > 1 else 0)
         self.present = [False] * len(flat.params)
@@ -128,16 +134,11 @@ class GradBuffer:
                     partial[start : start + numel].zero_()
         return [partial]
 
-    def sent(self, taken: Sequence[Tensor], chunk: Chunk, own: Tensor | None) -> Tensor:
-        """What this rank sends of a chunk of what was ``taken``; ``own`` is where its own range of the sum is to be."""
-        if not self.flat.long:
-            return taken[0]
-        if own is None or len(chunk.starts) > 1:
-            own = self.buffer(self._most)[: chunk.layout.padded]
-        done = self._fill_runs(taken, chunk, own)
-        for start, out in zip(chunk.starts[done:], own.split(chunk.numel)[done:], strict=True):
-            self._fill(taken, start, out)
-        return own
+    def fill(self, taken: Sequence[Tensor], chunk: Chunk, out: Tensor) -> None:
+        """Write what this rank sends of a chunk of what was ``taken`` into ``out``, rank after rank; of a long parameter."""
+        done = self._fill_runs(taken, chunk, out)
+        for start, part in zip(chunk.starts[done:], out.split(chunk.numel)[done:], strict=True):
+            self._fill(taken, start, part)
 
     def _fill_runs(self, taken: Sequence[Tensor], chunk: Chunk, own: Tensor) -> int:
         """The ranks' runs that lie inside the parameter, by one copy instead of one each; how many these are."""
@@ -163,12 +164,6 @@ class GradBuffer:
             read(values, start, out[:known], add=number > 0)
         if known < out.numel():
             out[known:].zero_()
-
-    def landing(self, chunk: Chunk) -> Tensor:
-        """A buffer for this rank's range of the sum of a chunk."""
-        if self.flat.long:
-            return self.buffer(self._most // self.flat.layout.world, "communication on device")[: chunk.numel]
-        return self.buffer(chunk.numel, "communication on device")
 
     def resume(self, partial: Tensor | None, present: Sequence[bool]) -> None:
         """Go on from a partial sum [padded] that was saved, instead of what was added up here."""
@@ -196,12 +191,18 @@ class GradBuffer:
         assert self.partial is not None
         self.flat.specs[index].within(self.partial, self.flat.layout.starts[index]).zero_()
 
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of the buffer that a chunk is sent from."""
+        return self.chunk_numel * self.flat.kind.reduce.itemsize
+
     def buffer(self, numel: int, what: str = "gradient on device") -> Tensor:
-        """An uninitialised buffer, 1-D in the reduce dtype: one of the pool's, which are used under a backward's one stream."""
+        """An uninitialised buffer, 1-D in the reduce dtype: one of the pool's, on the stream that gradients are added up on."""
         kind = self.flat.kind
         if self._returned:
             return torch.empty(numel, dtype=kind.reduce, device=kind.device)
-        return self._held(self._pool.take(numel, kind.reduce, kind.device, Use.SUMS), what)
+        with self.context.taking():
+            return self._held(self._pool.take(numel, kind.reduce, kind.device, Use.SUMS), what)
 
     def _held(self, memory: Tensor, what: str = "gradient on device") -> Tensor:
         """Let observers know what the memory is for."""
@@ -259,7 +260,8 @@ class GradBuffer:
             block = flat.store.put(f"gradient/{flat.name}", flat.shard_numel, kind.master, kind.tiers.gradient)
             self._find = weakref.ref(block)
             return Storage(block, flat.store)
-        made = self._held(self._pool.lasting(flat.shard_numel, kind.master, kind.device, Use.GRADIENTS))
+        with self.context.taking():
+            made = self._held(self._pool.lasting(flat.shard_numel, kind.master, kind.device, Use.GRADIENTS))
         self._find = _while_it_lives(made)
         return Storage(made, None)
 

@@ -39,7 +39,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from offload.device import OneStream, one_stream
+from offload.device import CommContext, calls_of
 from offload.errors import DivergenceError, ShardedOpError
 from offload.events import HERE, Bus
 from zhooks.comm import Comm, Exchange, GatherControl
@@ -144,8 +144,7 @@ class Reducer:
         self._mean_of_all, self._divisor = mean, self.comm.averaged if mean else 1
         self.hooks = ReduceHooks()
         self.gradients: dict[int, GradBuffer] = {}
-        #: What all of a backward's gradients are added up, reduced and landed under.
-        self._streams = OneStream(None)
+        self._context = CommContext[Reduction](None)
         self._order: list[int] = []
         self._agreed = False
         #: Some rank has run a backward inside a backward, as all ranks know.
@@ -230,11 +229,12 @@ class Reducer:
         kept = {gradient.flat: gradient for gradient in self.gradients.values()}
         for flat in kept:
             flat.sums = None  # of one that is not taken over it would keep the memory until the next garbage collection
+        if flats:
+            self._context = CommContext[Reduction](calls_of(flats[0].kind.device))
         reduce = self._backward.reduce_held
-        self.gradients = {flat.number: kept.get(flat) or GradBuffer(flat, self.pool, reduce) for flat in flats}
-        for flat in flats:
-            flat.sums = self.gradients[flat.number]
-        self._streams = one_stream(flats[0].kind.device) if flats else self._streams
+        self.gradients = {flat.number: kept.get(flat) or GradBuffer(flat, self.pool, self._context, reduce) for flat in flats}
+        for gradient in self.gradients.values():
+            gradient.context, gradient.flat.sums = self._context, gradient
         self._canonical()
         self._agreed = self._nested = False
         self._late.clear()
@@ -293,7 +293,7 @@ class Reducer:
         if self.idle:
             # Whatever a repeated batch came to.
             grads = [None] * len(grads)
-        with self._streams.work(grads):
+        with self._context.adding(grads):
             self._accumulate(gradient, grads, scaled=self.scaling.on)
         self.bus.instant("ready", gradient.flat.name, at=HERE)
 
@@ -322,6 +322,8 @@ class Reducer:
             self._update_early(gradient, None)
             return
         held = self._holds_back()
+        if gradient.partial is None and not flat.long:
+            self._make_room(gradient)
         gradient.add(grads, held=held)
         self._completed.append(flat.number)
         if held:
@@ -337,7 +339,7 @@ class Reducer:
             return
         if self.open or self._reduces(unit):
             self.open = True
-            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), self._streams.work():
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), self._context.adding():
                 self._go_on(skip=True)
 
     def _reduces(self, unit: int) -> bool:
@@ -363,7 +365,26 @@ class Reducer:
     def _holds_back(self) -> bool:
         return self.accumulation.on or (self._unreduced and not self.sync)
 
+    def _make_room(self, gradient: GradBuffer) -> None:
+        """A partial sum is to be taken.  Where the host waits for no reduction, the adding stream waits for the oldest until
+        the buffers of all, with this one's, are no larger than those of ``most`` and one of the largest."""
+        if not self._context.queues:
+            return
+        bound = sum(sorted((one.sent_nbytes for one in self.gradients.values()), reverse=True)[: 1 + self.most])
+        while (kept := self._context.kept) or self._under_way:
+            if self.under_way()[1] + gradient.sent_nbytes <= bound:
+                return
+            if kept:
+                self._context.wait_for_oldest().give_back()
+            else:
+                with self._context.reducing():
+                    self._land_oldest()
+
     def _launch(self, gradient: GradBuffer) -> None:
+        with self._context.reducing():
+            self._launch_here(gradient)
+
+    def _launch_here(self, gradient: GradBuffer) -> None:
         flat = gradient.flat
         self._ready.discard(flat.number)
         self._make_way()
@@ -396,7 +417,7 @@ class Reducer:
                 None if grad is None else hooked(ShardedTensor(grad.reshape(-1), spec))
                 for grad, spec in zip(grads, flat.specs, strict=True)
             ]
-        gradient = GradBuffer(flat, self.pool, self._backward.reduce_held, returned=True)
+        gradient = GradBuffer(flat, self.pool, CommContext(None), self._backward.reduce_held, returned=True)
         gradient.add(grads)
         reduction = Reduction(gradient, self.comm.shard, self.divisor, self.hooks, what="reduce for autograd.grad")
         for chunk in gradient.chunks:
@@ -404,6 +425,7 @@ class Reducer:
             sent.begin_replicas(self.replicas)
             sent.wait()
             reduction.land(sent, self._mean(sent))
+        reduction.give_back()
         result = reduction.result
         assert result is not None
         return [
@@ -439,7 +461,8 @@ class Reducer:
 
     def under_way(self) -> tuple[int, int]:
         """Bytes that reductions land in, and bytes they send, apart from gradients' own memory."""
-        return sum(one.landing_nbytes for one in self._under_way), sum(one.sent_nbytes for one in self._under_way)
+        under_way: list[Sent | Reduction] = [*self._under_way, *self._context.kept]
+        return sum(one.landing_nbytes for one in under_way), sum(one.sent_nbytes for one in under_way)
 
     def payload(self) -> int:
         """Payload of one step's reductions."""
@@ -459,6 +482,10 @@ class Reducer:
             self.probe.landed(sent, mean)
         if not reduction.land(sent, mean):
             return
+        if self._context.queues:
+            self._context.keep(reduction)
+        else:
+            reduction.give_back()
         if self.bus.active:
             self.bus.end("reduce", flat.name, reduction.gradient.moved_nbytes, at=reduction.during or HERE)
         if reduction.claims:
@@ -496,7 +523,7 @@ class Reducer:
 
     def _complete(self, *, held: bool) -> None:
         self.open = False
-        streams = nullcontext() if held else self._streams.end(self._gradients)
+        streams = nullcontext() if held else self._context.end(self._gradients)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), streams:
             try:
                 if not held:
@@ -588,7 +615,10 @@ class Reducer:
             self.updates.finish()
         for number in again:
             self._launch(self.gradients[number])
-        self._make_way(0)
+        with self._context.reducing():
+            self._make_way(0)
+        for reduction in self._context.join():
+            reduction.give_back()
         for reduction in self._landed:
             reduction.finish(used[reduction.gradient.flat.number])
         self._agree_order()
@@ -606,7 +636,7 @@ class Reducer:
             self.replicas.merge(flags)
             own = flags.tolist()
         # See Note [Who waits for the exchange].
-        together = not self._streams.queues or not self._agreed or self._nested or self.replicas.jobs
+        together = not self._context.queues or not self._agreed or self._nested or self.replicas.jobs
         together = together or any(rider.waited_for for rider in self.riders)
         goes_on = not together and not self._backward.nested and not any(repeats) and all(own[: -len(repeats)])
         boarded = [(rider, rider.board()) for rider in self.riders]

@@ -19,7 +19,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.device import beside
 from offload.events import During, TimeMark
 from offload.work import during
 from zhooks.comm import DONE, REDUCE, Call, Chunk, Transport, Work
@@ -82,6 +81,8 @@ class Reduction:
         self.missing: Sequence[int] = ()
         self._begun: TimeMark | None = None
         self._over: During | None = None
+        # Buffers that chunks have landed from, by their elements.
+        self._spare: dict[int, list[Tensor]] = {}
         # The range that chunks are received in, where what comes back is what is kept.
         self._target: Tensor | None = None
         if gradient.direct:
@@ -100,9 +101,20 @@ class Reduction:
 
     def start(self, chunk: Chunk, probe: Probe | None = None) -> Sent:
         """Start summing a chunk over the ranks; ``probe`` sees what is sent."""
-        gradient = self.gradient
+        gradient, whole = self.gradient, self.gradient.chunk_numel
         own = None if self._target is None else chunk.of(self._target)
-        partial = gradient.sent(self._taken, chunk, own)
+        taken: list[Tensor] = []
+        if not gradient.flat.long:
+            partial = self._taken[0]
+            if partial is not gradient.at:
+                taken.append(partial)
+        else:
+            if own is None or len(chunk.starts) > 1:
+                taken.append(self._buffer(whole))
+                partial = taken[0][: chunk.layout.padded]
+            else:
+                partial = own
+            gradient.fill(self._taken, chunk, partial)
         if probe is not None:
             probe.sends(gradient.flat, chunk.local, partial)
         self._hooks.sending(gradient.flat.name, partial)
@@ -112,9 +124,34 @@ class Reduction:
             # Every rank's range is all of it: the sum is made where the partial sum lies.
             out, work = partial, self._transport.all_reduce_flat(self._call, partial, chunk.layout)
         else:
-            out = gradient.landing(chunk) if own is None else own
+            if own is None:
+                taken.append(self._buffer(whole // gradient.flat.layout.world))
+            out = taken[-1][: chunk.numel] if own is None else own
             work = self._transport.reduce_scatter(self._call, partial, out, chunk.layout)
-        return Sent(self, chunk, work, partial, out, out is own)
+        return Sent(self, chunk, work, partial, out, taken, out is own)
+
+    def _buffer(self, numel: int) -> Tensor:
+        """One that an earlier chunk has landed from, or a new one."""
+        spare = self._spare.get(numel)
+        return spare.pop() if spare else self.gradient.buffer(numel, "communication on device")
+
+    def give_back(self) -> None:
+        """All has landed, and nothing reads what it was sent from: buffers go back to the pool."""
+        self._taken = []
+        for buffers in self._spare.values():
+            for buffer in buffers:
+                self.gradient.give_back(buffer)
+        self._spare.clear()
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of the buffers that it was sent from and that `give_back` lets go of."""
+        return sum(buffer.nbytes for buffer in self._spare.get(self.gradient.chunk_numel, ()))
+
+    @property
+    def landing_nbytes(self) -> int:
+        """Bytes of those that it landed in."""
+        return sum(buffer.nbytes for buffers in self._spare.values() for buffer in buffers) - self.sent_nbytes
 
     def timed(self, work: Work) -> None:
         """An observer keeps time, and this is the next of its works."""
@@ -130,18 +167,12 @@ class Reduction:
 
     def land(self, sent: Sent, mean: Tensor) -> bool:
         """The mean of a chunk over the ranks is here; whether it was the last chunk."""
-        gradient, partial, out = self.gradient, sent.partial, sent.out
         if not sent.received:
             self._put(sent.chunk, mean)
-            if out is not partial:
-                gradient.give_back(out)
-        if out is not partial or not sent.received:
-            gradient.give_back(partial)
+        for buffer in sent.taken:
+            self._spare.setdefault(buffer.numel(), []).append(buffer)
         self._left -= 1
-        if self._left:
-            return False
-        self._taken = []
-        return True
+        return not self._left
 
     def _put(self, chunk: Chunk, mean: Tensor) -> None:
         """Put a chunk where it belongs, as that is found at the first one."""
@@ -175,13 +206,18 @@ class Reduction:
 
 @dataclass(slots=True)
 class Sent:
-    """A chunk under way: ``partial`` is sent, ``out`` is where its sum will be, which ``received`` says is where it belongs."""
+    """A chunk under way: ``partial`` is sent, ``out`` is where its sum will be, which ``received`` says is where it belongs.
+
+    Attributes:
+        taken: the buffers that these lie in, but for the gradient's own memory.
+    """
 
     reduction: Reduction
     chunk: Chunk
     work: Work
     partial: Tensor
     out: Tensor
+    taken: list[Tensor]
     received: bool
     #: The sum over the replicas has been started: ``work`` is that.
     replicas: bool = False
@@ -197,17 +233,12 @@ class Sent:
         return 0 if self.received or self.out is self.partial else self.out.nbytes
 
     def begin_replicas(self, replicas: ReplicaSums) -> None:
-        """When the sum of its range is there, start adding it up over the replicas, in place.  Collective over them.
-
-        The caller's stream waits for neither before it waits for ``work``.
-        """
+        """When the sum of its range is there, start adding it up over the replicas, in place.  Collective over them."""
         self.replicas = True
-        if not replicas.several:
-            return
-        flat, out = self.reduction.gradient.flat, self.out
-        with beside(out.device, "reduce"):
+        if replicas.several:
+            flat = self.reduction.gradient.flat
             self.work.wait()
-            self.work = replicas.add_up(Call(REDUCE, "reduce replicas", flat.name, flat.number), out)
+            self.work = replicas.add_up(Call(REDUCE, "reduce replicas", flat.name, flat.number), self.out)
 
     def wait(self) -> None:
         """Until its sum is there."""

@@ -153,20 +153,24 @@ class _Sizes:
         """Partial sums under way and one that fills, and what reductions leave where they cannot write the shard at once."""
         flats = [flat for flat in self._flats if flat.kind.trainable]
         most = reductions(self._units, self._schedule.most_reductions)
-        under_way: list[int] = []
-        moves: list[Move] = []
+        # One rank writes gradients where they are kept; a replicated sum is reduced in its shard.
+        taken: list[tuple[int, int, int]] = []
         for index, flat in reversed(list(enumerate(flats))):
             apart = not flat.kind.reduces_in_place
-            # One rank writes gradients where they are kept; a replicated sum is reduced in its shard.
-            if not (apart or flat.sharded):
-                continue
-            moves.append((("sum", index), rounded(flat.sum_nbytes, self._to)))
-            under_way.append(index)
-            if len(under_way) > most:
-                done = under_way.pop(0)
+            if apart or flat.sharded:
+                out = rounded(flat.shard_numel * flat.kind.reduce.itemsize, self._to) if apart and flat.sharded else 0
+                taken.append((index, rounded(flat.sum_nbytes, self._to), out))
+        bound = sum(sorted((total for _, total, _ in taken), reverse=True)[: 1 + most])
+        under_way: list[tuple[int, int]] = []
+        moves: list[Move] = []
+        for index, total, out in taken:
+            while sum(nbytes for _, nbytes in under_way) + total > bound:
+                done, _ = under_way.pop(0)
                 moves += [(("out", done), 0), (("sum", done), 0)]
-            if apart and flat.sharded:
-                moves.append((("out", index), rounded(flat.shard_numel * flat.kind.reduce.itemsize, self._to)))
+            under_way.append((index, total))
+            moves.append((("sum", index), total))
+            if out:
+                moves.append((("out", index), out))
         return measure(moves)
 
 

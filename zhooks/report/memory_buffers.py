@@ -39,7 +39,7 @@ def buffers(flats: Sequence[Flat], reducer: Reducer, comm: Comm) -> dict[str, Bu
     filling, bound = _filling(flats, reducer), (1 + reducer.most) * largest
     held = {
         "partial gradients": BufferUse(filling + sending, max(bound, filling) if reducer.accumulation.owed else bound),
-        "reduced ranges": BufferUse(landing, reducer.most * -(-largest // world)),
+        "reduced ranges": BufferUse(landing, (1 + reducer.most) * -(-largest // world)),
         "idle buffers": BufferUse(pool.nbytes, pool.idle_nbytes),
         "message rings": BufferUse(comm.nbytes, comm.nbytes),
     }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.budget import Budget
-from offload.device import OneStream, beside
+from offload.device import CommContext, beside
 from offload.disk import DiskFile
 from offload.errors import CapabilityError, TierError
 from offload.events import Bus
@@ -330,7 +330,7 @@ def test_unlocking_what_was_never_locked_is_noticed() -> None:
 
 def test_gradients_that_arrive_on_several_streams_are_added_up_reduced_and_used_in_order() -> None:
     paper = Paper()
-    one, sides = OneStream(paper), [paper.stream("first"), paper.stream("second")]
+    one, sides = CommContext[int](paper), [paper.stream("first"), paper.stream("second")]
 
     found: list[float] = []
 
@@ -344,13 +344,17 @@ def test_gradients_that_arrive_on_several_streams_are_added_up_reduced_and_used_
                 made = paper.empty(64)
                 memory = alias(made)
                 paper.kernel("made", partial(memory.fill_, number + 1), writes=[made])
-                with one.work([made, None]):
+                with one.adding([made, None]):
                     sums.append(paper.empty(64))
                     paper.kernel("sum", partial(alias(sums[-1]).copy_, memory), reads=[made], writes=[sums[-1]])
                     # Another's turn may come with this one: it was filled under another stream.
-                    paper.kernel("reduce", lambda: None, reads=sums, writes=sums)
+                    with one.reducing():
+                        paper.kernel("reduce", lambda: None, reads=sums, writes=sums)
+                        one.keep(number)
                 del made
+        assert one.wait_for_oldest() == 0
         with one.end(lambda: sums):
+            assert one.join() == [1]
             paper.kernel("land", lambda: None, writes=sums)
         for each in sums:
             paper.kernel("step", partial(note, alias(each)), reads=[each])
@@ -366,8 +370,8 @@ def test_gradients_that_arrive_on_several_streams_are_added_up_reduced_and_used_
 
 def test_work_under_the_stream_it_is_on_already_waits_for_nothing() -> None:
     paper = Paper()
-    one = OneStream(paper)
+    one = CommContext[None](paper)
     before = dict(paper.compute.clock)
-    with one.work(), one.end(list):
+    with one.adding():
         assert paper.current() is paper.compute
     assert paper.compute.clock == before

@@ -48,7 +48,7 @@ def test_a_chunk_counts_no_memory_of_the_gradient_itself() -> None:
     reduction: Any = None
 
     def counted(partial: torch.Tensor, out: torch.Tensor, received: bool) -> tuple[int, int]:
-        sent = Sent(reduction, Chunk(0, 4, (), layout), DONE, partial, out, received)
+        sent = Sent(reduction, Chunk(0, 4, (), layout), DONE, partial, out, [], received)
         return sent.sent_nbytes, sent.landing_nbytes
 
     assert counted(partial, out, False) == (32, 16)

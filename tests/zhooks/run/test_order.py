@@ -6,9 +6,6 @@ test_memory.py's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +18,6 @@ from offload.errors import BudgetError
 from offload.events import Event
 from tests.support.on_ranks import on_ranks, place
 from tests.support.replica_calls import Calls
-from zhooks.grad import reduction
 
 NUMEL = 8 * 8 + 8
 NBYTES = NUMEL * 4
@@ -316,32 +312,6 @@ def test_ranks_send_the_same_events_in_the_same_order() -> None:
 
 
 # ---- replicas
-
-
-def test_a_sum_over_replicas_is_started_where_only_its_own_range_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-
-    @contextmanager
-    def beside(device: torch.device, lane: str) -> Iterator[None]:
-        seen.append("another stream")
-        yield
-        seen.append("the caller's stream")
-
-    the_sum: Any = object()
-
-    def start(*_: Any) -> Any:
-        seen.append("sum started")
-        return the_sum
-
-    monkeypatch.setattr(reduction, "beside", beside)
-    replicas: Any = SimpleNamespace(several=True, add_up=start)
-    work: Any = SimpleNamespace(wait=lambda: seen.append("range waited for"))
-    of: Any = SimpleNamespace(gradient=SimpleNamespace(flat=SimpleNamespace(name="0", number=0)))
-    chunk: Any = None
-    sent = reduction.Sent(of, chunk, work, torch.zeros(8), torch.zeros(8), received=True)
-    sent.begin_replicas(replicas)
-    assert sent.work is the_sum
-    assert seen == ["another stream", "range waited for", "sum started", "the caller's stream"]
 
 
 @on_ranks(4)
