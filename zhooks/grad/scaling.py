@@ -1,8 +1,9 @@
 """``[precision] loss_scale``: gradients are scaled inside the model, true outside, and a step that overflowed is skipped.
 
 ``run/hooks.py`` passes it what enters and leaves the model, ``reduce.py`` what has been reduced, and torch's step hooks every
-optimizer's step; the loop is an ordinary one.  With no loss scale it only remembers what a GradScaler found.  It never
-touches a parameter or a state.
+optimizer's step; the loop is an ordinary one.  With no loss scale it only remembers what a GradScaler found.
+
+Source: Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.2; hysteresis as DeepSpeed has it.
 
 Note: [When the scale changes]
     It backs off when the overflow is known, at the end of backward, once a step; it grows in the step that completes the
@@ -14,6 +15,7 @@ Note: [When the scale changes]
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import count
@@ -29,14 +31,13 @@ from offload.events import Bus
 from offload.policy import Precision
 from zhooks.comm import CONTROL, Call, Comm
 from zhooks.grad.grad_buffer import GradBuffer
-from zhooks.grad.loss_scale import LossScale, leave_nothing
 from zhooks.grad.scaled_graph import Boundary, each, prove
 from zhooks.layout import SHARD, TP
 from zhooks.refusals import too_old
 from zhooks.tensor import Engine, Name, Overflows, ShardedTensor, ShardGroup, overflowed
 from zhooks.unit import Flat
 
-__all__ = ["Scaling"]
+__all__ = ["LossScale", "Scaling"]
 
 #: What the scale is called in a checkpoint.
 _STATE = "loss_scale"
@@ -46,6 +47,49 @@ _REENTRANT: Any = CheckpointFunction._backward_cls
 #: A rank that has several stages of a pipeline asks the others once for all of them.
 _open: weakref.WeakSet[Scaling] = weakref.WeakSet()
 _numbers = count()
+
+
+class LossScale:
+    """The scale and its counters: numbers in, a number out."""
+
+    def __init__(self, precision: Precision) -> None:
+        self.rules = precision
+        given = precision.loss_scale
+        self.value = float(precision.initial_scale if given is None or given == "dynamic" else given)
+        self.good_steps, self.overflows_left = 0, precision.hysteresis
+
+    @property
+    def dynamic(self) -> bool:
+        return self.rules.loss_scale == "dynamic"
+
+    def overflowed(self) -> bool:
+        """A step overflowed; False where the scale should go down and is at its minimum."""
+        self.good_steps = 0
+        if not self.dynamic:
+            return True
+        self.overflows_left -= 1
+        if self.overflows_left > 0:
+            return True
+        self.overflows_left = 1
+        before, self.value = self.value, max(self.value * self.rules.backoff_factor, self.rules.min_scale)
+        return before > self.rules.min_scale
+
+    def succeeded(self) -> None:
+        """A step was made."""
+        if not self.dynamic:
+            return
+        self.good_steps += 1
+        if self.good_steps >= self.rules.growth_interval:
+            grown = self.value * self.rules.growth_factor
+            self.value = grown if grown <= torch.finfo(torch.float32).max else self.value
+            self.good_steps, self.overflows_left = 0, self.rules.hysteresis
+
+    def follow(self, precision: Precision) -> None:
+        """Other rules; the scale goes on from where it is, unless it is given as a number or scaling was not on."""
+        if self.rules.loss_scale is None or precision.loss_scale != "dynamic":
+            self.value = LossScale(precision).value
+        self.rules = precision
+        self.overflows_left = min(self.overflows_left, precision.hysteresis)
 
 
 class Scaling:
@@ -258,7 +302,7 @@ class Scaling:
         with torch._C.DisableTorchFunctionSubclass():
             lost = any(id(param) in self._bad and param.grad is not None for param in mine)
         if lost or (self._lost and not self._bad):
-            self._undo = leave_nothing(optimizer)
+            self._undo = _leave_nothing(optimizer)
         elif self._fresh and not self._lost:
             before = self.scale.value
             self.scale.succeeded()
@@ -394,3 +438,21 @@ class Scaling:
             self._changed(before)
 
         return follow
+
+
+def _leave_nothing(optimizer: Any) -> Callable[[], None]:
+    """Leave a step nothing to do and nothing to count; returns what puts everything back."""
+    groups = optimizer.param_groups
+    table, hooks, after = optimizer._optimizer_step_pre_hooks, None, optimizer._optimizer_step_post_hooks
+    hooks = dict(table)
+
+    def undo() -> None:
+        optimizer.param_groups = groups
+        table.update(hooks)
+        optimizer._optimizer_step_post_hooks = after
+
+    # The table itself: torch has begun to walk through it.
+    table.clear()
+    optimizer.param_groups = [{**group, "params": []} for group in groups]
+    optimizer._optimizer_step_post_hooks = OrderedDict()
+    return undo

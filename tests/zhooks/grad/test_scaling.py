@@ -20,7 +20,7 @@ from tests.support.on_ranks import on_ranks, place
 from tests.support.scaling_model import HOT, adamw, attached, batch, build, loss_of
 from tests.support.slow import slow
 from tests.support.values import copies, grad_of, same
-from zhooks.grad.loss_scale import LossScale
+from zhooks.grad.scaling import LossScale
 
 STEPS = 14
 
