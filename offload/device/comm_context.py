@@ -42,6 +42,9 @@ class CommContext(Generic[T]):
         self.kept: deque[T] = deque()
         self._events: deque[Any] = deque()
         self._stream: Any = None
+        # The reducing stream has been given something that the adding one has not waited for: a graph that is captured must
+        # not wait for a stream that is no part of it.
+        self._reduces = False
 
     @property
     def queues(self) -> bool:
@@ -75,6 +78,7 @@ class CommContext(Generic[T]):
     def _reducing(self, calls: StreamCalls) -> Iterator[None]:
         side = calls.side("reduce")
         _order(calls, side, calls.current())
+        self._reduces = True
         with calls.using(side):
             yield
 
@@ -120,8 +124,9 @@ class CommContext(Generic[T]):
         return [] if self._calls is None else self._join(self._calls)
 
     def _join(self, calls: StreamCalls) -> list[T]:
-        if self._stream is not None:
+        if self._reduces and self._stream is not None:
             _order(calls, self._stream, calls.side("reduce"))
+            self._reduces = False
         kept = list(self.kept)
         self.kept.clear()
         self._events.clear()

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain
 from typing import Any, Protocol
 
@@ -586,6 +586,8 @@ class Reducer:
             self.updates.finish()
         self.open = self.torn = False
         self._clear()
+        with suppress(RuntimeError):  # of a device that has failed
+            self._context.join()
         self._exchange = None
         for rider in self.riders:
             rider.forget()
