@@ -6,9 +6,7 @@ from zhooks.grad.direct import refuse_saved, watch_direct
 from zhooks.grad.grad_buffer import GradBuffer
 from zhooks.grad.node import Node
 from zhooks.grad.reduce import Reducer, Rider
-from zhooks.grad.reduce_hooks import ReduceHook
-from zhooks.grad.reduction import Probe, Sent
-from zhooks.grad.replicas import ReplicaSums
+from zhooks.grad.reduction import Probe, ReduceHook, ReplicaSums, Sent
 from zhooks.grad.scaled_graph import each
 from zhooks.grad.scaling import Scaling
 from zhooks.grad.stacks import Asked, full_state_asked, in_backward, running, transforms

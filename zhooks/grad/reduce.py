@@ -45,9 +45,7 @@ from offload.events import HERE, Bus
 from zhooks.comm import Comm, Exchange, GatherControl
 from zhooks.grad.accumulation import Accumulation
 from zhooks.grad.grad_buffer import GradBuffer
-from zhooks.grad.reduce_hooks import ReduceHooks
-from zhooks.grad.reduction import Probe, Reduction, Sent
-from zhooks.grad.replicas import OnAxis, ReplicaSums
+from zhooks.grad.reduction import OnAxis, Probe, ReduceHooks, Reduction, ReplicaSums, Sent
 from zhooks.grad.scaling import Scaling
 from zhooks.grad.stacks import accumulates
 from zhooks.grad.user_hooks import hooked

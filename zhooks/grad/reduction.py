@@ -1,6 +1,8 @@
 """One reduction of one gradient: what this rank has added up is sent, and its range of the mean over the ranks comes back.
 
-``reduce.py`` starts and lands it, on every rank at the same place of its canonical order.  It never waits for other ranks.
+``reduce.py`` starts and lands it, on every rank at the same place of its canonical order.  The user's hooks see what is sent
+and what comes back; ``ReplicaSums`` adds it up over copies of this part of the model: the ``replicate`` axis of the mesh, or
+other jobs that an integration knows.
 
 Note: [Chunks]
     A flat buffer is reduced in chunks, each the same stretch of every rank's range: one, which is the partial sum as it lies,
@@ -12,22 +14,125 @@ Note: [Chunks]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
+from offload.errors import AttachError, ShardedOpError
 from offload.events import During, TimeMark
 from offload.work import during
-from zhooks.comm import DONE, REDUCE, Call, Chunk, Transport, Work
+from zhooks.comm import DONE, REDUCE, Call, Chunk, Comm, Transport, Work
 from zhooks.grad.grad_buffer import GradBuffer, Into
-from zhooks.grad.reduce_hooks import ReduceHooks
-from zhooks.grad.replicas import ReplicaSums
+from zhooks.layout import flat_layout
 from zhooks.unit import Flat
 
-__all__ = ["Probe", "Reduction", "Sent"]
+__all__ = ["OnAxis", "Probe", "ReduceHook", "ReduceHooks", "Reduction", "ReplicaSums", "Sent"]
+
+
+ReduceHook = Callable[[str, Tensor], None]
+"""Given the name of a unit's flat buffer and a 1-D tensor of its gradient, which it may change in place."""
+
+
+class ReduceHooks:
+    """The hooks of one attachment, in the order they were registered."""
+
+    def __init__(self) -> None:
+        self._before: OrderedDict[int, ReduceHook] = OrderedDict()
+        self._after: OrderedDict[int, ReduceHook] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._before or self._after)
+
+    def register(self, before: ReduceHook | None, after: ReduceHook | None) -> RemovableHandle:
+        """Call these from now on, until the handle is removed.
+
+        Raises:
+            AttachError: neither is a function.
+        """
+        if (before is None and after is None) or not all(hook is None or callable(hook) for hook in (before, after)):
+            raise AttachError(
+                f"register_reduce_hook expected before or after to be functions of a unit's name and a tensor, found "
+                f"{type(before).__name__} and {type(after).__name__}. Pass at least one."
+            )
+        handle = RemovableHandle(self._before, extra_dict=self._after)
+        if before is not None:
+            self._before[handle.id] = before
+        if after is not None:
+            self._after[handle.id] = after
+        return handle
+
+    def sending(self, unit: str, partial: Tensor) -> None:
+        """What this rank has added up is about to be sent."""
+        _call(self._before, unit, partial)
+
+    def received(self, unit: str, reduced: Tensor) -> None:
+        """This rank's range of the reduced gradient is about to be put where it belongs."""
+        _call(self._after, unit, reduced)
+
+
+def _call(hooks: OrderedDict[int, ReduceHook], unit: str, gradient: Tensor) -> None:
+    for hook in tuple(hooks.values()):
+        # Typed as returning nothing, which is for us to find out.
+        returned: object = hook(unit, gradient)
+        if returned is not None:
+            raise ShardedOpError(
+                f"The reduce hook at unit {unit} returned a value. Expected it to return None, found "
+                f"{type(returned).__name__}. Change the gradient in place: a return value is not used."
+            )
+
+
+class ReplicaSums(Protocol):
+    """Copies of this part of the model, this one among them.  Calls come in one order on all of them.
+
+    Attributes:
+        several: there may be more than this one.
+        jobs: they are jobs of their own, that come and go: no rank of them takes part in what this attachment agrees on.
+    """
+
+    jobs: bool
+
+    @property
+    def several(self) -> bool: ...
+
+    def averaged(self) -> int:
+        """What a mean over the mesh is to be divided by, for it was made over these too."""
+
+    def add_up(self, call: Call, out: Tensor) -> Work:
+        """Start summing ``out`` over them, in place.  Collective over them."""
+
+    def merge(self, flags: Tensor) -> None:
+        """Each of these bytes becomes the largest that one of them has.  Collective over them."""
+
+
+class OnAxis:
+    """The ranks of the ``replicate`` axis, whose number a mean over the mesh has in it, and which agree with all its ranks."""
+
+    jobs = False
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    @property
+    def several(self) -> bool:
+        return self._comm.replicate.axis.world > 1
+
+    def averaged(self) -> int:
+        return 1
+
+    def add_up(self, call: Call, out: Tensor) -> Work:
+        if not self.several:
+            return DONE
+        replicate = self._comm.replicate
+        layout = flat_layout([out.numel()], world=replicate.axis.world, itemsize=out.element_size())
+        return replicate.all_reduce_flat(call, out, layout)
+
+    def merge(self, flags: Tensor) -> None:
+        return None
 
 
 class Probe(Protocol):

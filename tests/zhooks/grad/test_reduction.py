@@ -15,8 +15,7 @@ import zhooks
 from offload.events import During
 from tests.support.inside import comm_of, runtime_of
 from zhooks.comm import DONE, Chunk, chunks_of
-from zhooks.grad.reduce_hooks import ReduceHooks
-from zhooks.grad.reduction import Reduction, Sent
+from zhooks.grad.reduction import ReduceHooks, Reduction, Sent
 from zhooks.layout import flat_layout
 
 
