@@ -192,14 +192,14 @@ class Attachment:
 
         def idle(now: bool) -> None:
             session.runtime.finish_backward()
-            session.runtime.reducer.idle = now
+            session.runtime.reducer.out_of_batches = now
 
         return batches(loader, session.comm.world, idle)
 
     @property
     def idle(self) -> bool:
         """Whether this rank has run out of batches inside ``join`` and is repeating its last one."""
-        return self.session.runtime.reducer.idle
+        return self.session.runtime.reducer.out_of_batches
 
     def register_reduce_hook(
         self, *, before: ReduceHook | None = None, after: ReduceHook | None = None

@@ -4,12 +4,13 @@ Note: [Streams of a backward]
     Autograd runs each node of the graph on the stream of its forward, so gradients of a model that runs on several streams
     arrive on several.  They are added up on one, that of the first: it waits for each arrival, and keeps the memory that
     another stream allocated.  Reductions have a stream of their own, on which they begin after what the adding stream has been
-    given, wait for the collective, are divided, and are put where gradients are kept: compute waits for none of it.
+    given, wait for the collective, are divided, and are put where gradients are kept.  The adding stream waits for a reduction
+    only when the buffers that are kept reach a bound, and at the end of the backward.
 
 Note: [Memory of two streams]
-    All buffers are taken on the adding stream, and used by both; no allocator hears of it.  Two rules make that safe.  The
-    reducing stream waits for the adding one whenever it is given something; and what a reduction uses is kept until the adding
-    stream has waited for that reduction.  It waits when more is kept than a bound, and at the end of the backward.
+    Both streams use what either has taken, and no allocator hears of it; an arena knows one stream, so buffers are taken on the
+    adding one.  Two rules make that safe.  The reducing stream waits for the adding one whenever it is given something; and
+    what a reduction uses is kept until the adding stream has waited for that reduction.
 """
 
 from __future__ import annotations

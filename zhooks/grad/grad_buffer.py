@@ -192,7 +192,7 @@ class GradBuffer:
         self.flat.specs[index].within(self.partial, self.flat.layout.starts[index]).zero_()
 
     @property
-    def sent_nbytes(self) -> int:
+    def send_buffer_nbytes(self) -> int:
         """Bytes of the buffer that a chunk is sent from."""
         return self.chunk_numel * self.flat.kind.reduce.itemsize
 

@@ -19,7 +19,8 @@ Note: [Who waits for the exchange]
     gathers that differ, from riders) is read where all ranks come by: at the next exchange, or a verb that is collective.
 
 Note: [Who skips a unit]
-    A rank that has enough reductions under way stands still inside its backward until the others have started theirs.  So
+    A rank that has enough reductions under way stands still inside its backward until the others have started theirs: on a CPU
+    the host, else the stream that gradients are added up on.  So
     no rank may wait for anything else of such a rank before it has started all that is behind it in the order: neither for
     a gather further down the backward (``came_to``), nor for any exchange after it (``finish_backward`` comes first).  A unit
     that this rank skips is started with zeros once something behind it is ready, or backward comes to a later unit: autograd
@@ -33,7 +34,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import torch
@@ -106,6 +108,35 @@ class Rider(Protocol):
         """Ranks have not met: some may have heard what others have not."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """What ranks tell each other at the end of a backward.
+
+    A byte each: whether each parameter had a gradient, whether each flat was completed a second time, whether this rank reads
+    the answer later, whether it ran a backward inside this one; then what ``riders`` have to say, as many bytes as are beside
+    each.
+    """
+
+    exchange: Exchange
+    params: int
+    flats: int
+    riders: list[tuple[Rider, int]]
+
+    def nested(self, largest: Sequence[int]) -> bool:
+        """Some rank has run a backward inside its backward."""
+        return bool(largest[self.params + self.flats + 1])
+
+    def check(self, largest: Sequence[int]) -> None:
+        """What a rank reduces a second time all have to, and some read this later."""
+        again, later = largest[self.params : self.params + self.flats], largest[self.params + self.flats]
+        if later and any(again):
+            raise DivergenceError(
+                "The ranks' gradients differ. Expected every rank to run the same checkpoints in its backward, found that some "
+                "rank ran a backward inside its backward, which completed gradients of a unit a second time, while others had "
+                "gone on. Pass use_reentrant=False to torch's checkpoint, load the last checkpoint and train on."
+            )
+
+
 class Reducer:
     """All reductions of an attachment, in canonical order, a bounded number at a time.
 
@@ -125,7 +156,7 @@ class Reducer:
         #: A block of ``no_sync`` has begun since the last reduction: on every rank alike, whatever a rank holds back.
         self.held = False
         #: This rank has run out of batches: its gradients count as zero.
-        self.idle = False
+        self.out_of_batches = False
         self.accumulation = Accumulation(comm.world.axis.ranks)
         self.open = False
         #: A backward ended by an error in its reductions: what gradients hold is of some units only.
@@ -147,8 +178,8 @@ class Reducer:
         self._agreed = False
         #: Some rank has run a backward inside a backward, as all ranks know.
         self._nested = False
-        #: That of the last backward, until all ranks read it; its flags of parameters and flats, and the bytes of each rider.
-        self._exchange: tuple[Exchange, int, list[tuple[Rider, int]]] | None = None
+        #: What ranks said at the end of the last backward, until all have read it.
+        self._ended: _Ended | None = None
         self._completed: list[int] = []
         self._seen: dict[int, list[bool]] = {}
         self._next = 0
@@ -288,7 +319,7 @@ class Reducer:
         return gradient
 
     def _take_over(self, gradient: GradBuffer, grads: Sequence[Tensor | None]) -> None:
-        if self.idle:
+        if self.out_of_batches:
             # Whatever a repeated batch came to.
             grads = [None] * len(grads)
         with self._context.adding(grads):
@@ -301,7 +332,7 @@ class Reducer:
             out: list[Any] = [None] * len(grads)
             self._take_over(gradient, grads)
         else:
-            if self.idle:
+            if self.out_of_batches:
                 # autograd.grad returns a gradient for what has one.
                 grads = [None if grad is None else torch.zeros_like(grad) for grad in grads]
             out = self._reduce_now(flat, grads)
@@ -311,7 +342,7 @@ class Reducer:
 
     def _accumulate(self, gradient: GradBuffer, grads: Sequence[Tensor | None], *, scaled: bool) -> None:
         flat = gradient.flat
-        if self.probe is not None and not self.idle:
+        if self.probe is not None and not self.out_of_batches:
             self.probe.adds()
         changed = scaled or self._divisor != 1 or self.hooks
         written = self._alone and gradient.direct and self.updates is None and not changed
@@ -321,7 +352,7 @@ class Reducer:
             return
         held = self._holds_back()
         if gradient.partial is None and not flat.long:
-            self._make_room(gradient)
+            self._wait_for_bytes(gradient)
         gradient.add(grads, held=held)
         self._completed.append(flat.number)
         if held:
@@ -363,14 +394,14 @@ class Reducer:
     def _holds_back(self) -> bool:
         return self.accumulation.on or (self._unreduced and not self.sync)
 
-    def _make_room(self, gradient: GradBuffer) -> None:
+    def _wait_for_bytes(self, gradient: GradBuffer) -> None:
         """A partial sum is to be taken.  Where the host waits for no reduction, the adding stream waits for the oldest until
         the buffers of all, with this one's, are no larger than those of ``most`` and one of the largest."""
         if not self._context.queues:
             return
-        bound = sum(sorted((one.sent_nbytes for one in self.gradients.values()), reverse=True)[: 1 + self.most])
+        bound = sum(sorted((one.send_buffer_nbytes for one in self.gradients.values()), reverse=True)[: 1 + self.most])
         while (kept := self._context.kept) or self._under_way:
-            if self.under_way()[1] + gradient.sent_nbytes <= bound:
+            if self.under_way()[1] + gradient.send_buffer_nbytes <= bound:
                 return
             if kept:
                 self._context.wait_for_oldest().give_back()
@@ -385,7 +416,7 @@ class Reducer:
     def _launch_here(self, gradient: GradBuffer) -> None:
         flat = gradient.flat
         self._ready.discard(flat.number)
-        self._make_way()
+        self._land_down_to()
         self._seen[flat.number] = self._had(gradient)
         if self.bus.active:
             self.bus.begin("reduce", flat.name, gradient.moved_nbytes, at=HERE)
@@ -394,13 +425,13 @@ class Reducer:
         reduction = Reduction(gradient, self.comm.shard, self.divisor, self.hooks, before=before)
         for number, chunk in enumerate(gradient.chunks):
             if number:
-                self._make_way()
+                self._land_down_to()
             sent = reduction.start(chunk, self.probe)
             if self.bus.timed:
                 reduction.timed(sent.work)
             self._under_way.append(sent)
         if self._alone:
-            self._make_way(0)
+            self._land_down_to(0)
 
     def _had(self, gradient: GradBuffer) -> list[bool]:
         """Which parameters have had a gradient in this backward."""
@@ -431,8 +462,8 @@ class Reducer:
             for index, grad in enumerate(grads)
         ]
 
-    def _make_way(self, most: int | None = None) -> None:
-        """Wait for the oldest reductions until one more may be under way."""
+    def _land_down_to(self, most: int | None = None) -> None:
+        """Land the oldest reductions until ``most`` are under way, by default so many that one more may be."""
         if most == 0:
             self._begin_replicas(0)
         while len(self._under_way) > (self.most - 1 if most is None else most):
@@ -544,21 +575,21 @@ class Reducer:
                 if isinstance(at, Tensor) and at.device == gradient.flat.kind.device:
                     yield at
 
-    def _idle(self) -> bool:
+    def _nothing_waits(self) -> bool:
         """Nothing waits for a reduction."""
         waits = self._ready or self._under_way or self._landed
         return not waits and all(gradient.partial is None for gradient in self.gradients.values())
 
     def reduce_owed(self) -> None:
         """Reduce what is still held back: somebody needs it, or the layout it belongs to goes away.  Collective."""
-        if self.accumulation.owed or self.held or not self._idle():
+        if self.accumulation.owed or self.held or not self._nothing_waits():
             self._complete(held=False)
             self.pool.step_ended()
 
     def _finish(self) -> None:
         try:
             # A rank by itself may have put all there was into the gradients that parameters have.
-            if not (self._alone and self._idle()):
+            if not (self._alone and self._nothing_waits()):
                 self._finish_all()
         except BaseException:
             self.torn = True
@@ -586,7 +617,7 @@ class Reducer:
         self._clear()
         with suppress(RuntimeError):  # of a device that has failed
             self._context.join()
-        self._exchange = None
+        self._ended = None
         for rider in self.riders:
             rider.forget()
         return failed
@@ -616,7 +647,7 @@ class Reducer:
         for number in again:
             self._launch(self.gradients[number])
         with self._context.reducing():
-            self._make_way(0)
+            self._land_down_to(0)
         for reduction in self._context.join():
             reduction.give_back()
         for reduction in self._landed:
@@ -625,34 +656,29 @@ class Reducer:
 
     def _agree_used(self) -> tuple[dict[int, list[int]], list[int]]:
         """Which parameters got a gradient on any rank, and the flats some rank completed a second time."""
-        present, repeats = dict[int, list[bool]](), list[bool]()
-        for number, gradient in self.gradients.items():
-            present[number] = self._had(gradient)
-            repeats.append(number in self._seen and number in self._ready)
-        own: list[int] = [*chain.from_iterable(present.values()), *repeats]
+        present = [self._had(gradient) for gradient in self.gradients.values()]
+        own: list[int] = list(chain(*present, (number in self._seen and number in self._ready for number in self.gradients)))
+        params, repeats = len(own) - len(present), slice(len(own) - len(present), len(own))
         if self.replicas.jobs:
             # First over replicas that are jobs of their own: what is lost on that way is lost for all ranks of this one alike.
             flags = torch.tensor(own, dtype=torch.uint8, device="cpu")
             self.replicas.merge(flags)
             own = flags.tolist()
         # See Note [Who waits for the exchange].
-        together = not self._context.queues or not self._agreed or self._nested or self.replicas.jobs
-        together = together or any(rider.waited_for for rider in self.riders)
-        goes_on = not together and not self._backward.nested and not any(repeats) and all(own[: -len(repeats)])
-        boarded = [(rider, rider.board()) for rider in self.riders]
-        numbers = [*own, goes_on, self._backward.nested, *chain.from_iterable(bytes_of for _, bytes_of in boarded)]
-        exchange = self._control.begin(numbers)
-        self._exchange = exchange, len(own), [(rider, len(bytes_of)) for rider, bytes_of in boarded]
-        merged = own if goes_on else exchange.largest()
-        if together:
+        all_wait = not self._context.queues or not self._agreed or self._nested or self.replicas.jobs
+        all_wait = all_wait or any(rider.waited_for for rider in self.riders)
+        reads_later = not all_wait and not self._backward.nested and not any(own[repeats]) and all(own[:params])
+        said = [(rider, rider.board()) for rider in self.riders]
+        exchange = self._control.begin([*own, reads_later, self._backward.nested, *chain(*(bytes_of for _, bytes_of in said))])
+        self._ended = _Ended(exchange, params, len(present), [(rider, len(bytes_of)) for rider, bytes_of in said])
+        largest = own if reads_later else exchange.largest()
+        if all_wait:
             self.read_exchange()
-        elif not goes_on:
-            self._check_repeats(merged, len(own))
-        used, at = dict[int, list[int]](), 0
-        for number, flags_of in present.items():
-            used[number] = merged[at : at + len(flags_of)]
-            at += len(flags_of)
-        again = {number for number, flag in zip(present, merged[at:], strict=False) if flag}
+        elif not reads_later:
+            self._ended.check(largest)
+        flags_of = iter(largest)
+        used = {number: list(islice(flags_of, len(had))) for number, had in zip(self.gradients, present, strict=True)}
+        again = {number for number, flag in zip(self.gradients, largest[repeats], strict=True) if flag}
         return used, [number for number in self._order if number in again]
 
     def read_exchange(self) -> None:
@@ -661,26 +687,17 @@ class Reducer:
         Raises:
             DivergenceError: on every rank, where they gathered different units, or one has to reduce again alone.
         """
-        if self._exchange is None:
+        if self._ended is None:
             return
-        (exchange, flags, riders), self._exchange = self._exchange, None
-        largest = exchange.largest()
-        at = flags + 2
-        self._control.compare(largest, at + sum(count for _, count in riders))
-        self._check_repeats(largest, flags)
-        for rider, count in riders:
+        ended, self._ended = self._ended, None
+        largest = ended.exchange.largest()
+        at = ended.params + ended.flats + 2
+        self._control.compare(largest, at + sum(count for _, count in ended.riders))
+        ended.check(largest)
+        for rider, count in ended.riders:
             rider.arrive(largest[at : at + count])
             at += count
-        self._nested = self._nested or bool(largest[flags + 1])
-
-    def _check_repeats(self, largest: Sequence[int], flags: int) -> None:
-        """What a rank reduces a second time all have to, and some have gone on."""
-        if largest[flags] and any(largest[flags - len(self.gradients) : flags]):
-            raise DivergenceError(
-                "The ranks' gradients differ. Expected every rank to run the same checkpoints in its backward, found that some "
-                "rank ran a backward inside its backward, which completed gradients of a unit a second time, while others had "
-                "gone on. Pass use_reentrant=False to torch's checkpoint, load the last checkpoint and train on."
-            )
+        self._nested = self._nested or ended.nested(largest)
 
     def _agree_order(self) -> None:
         """After the first whole backward, take rank 0's order of completion as canonical."""

@@ -106,7 +106,8 @@ class Runtime(Engine):
         self._fetches_ahead = False
         # Numbers of units that stay gathered until resharded.
         self._unsharded: frozenset[int] = frozenset()
-        # Modules that differentiated forwards began at, and those that ran below them without.
+        # Modules at which a differentiated forward began.  One that is entered again inside such a forward is taken out: its
+        # recomputation in backward may be of either.
         self._entries: set[int] = set()
         # Backwards of autograd that are to say when they end.
         self._tasks: set[int] = set()

@@ -58,7 +58,8 @@ def open_session(plan: Plan, comm: Comm, undo: ExitStack, choice: Chosen | None)
         owners = Owners(lambda: flats_of(units), comm, admit=whole_updater)
         optimizers = Optimizers(partial(ignored.parameters, model), comm.stage, stock, owners)
         nonfinite = NonFinite(comm, units, runtime, steps, virtual=device.type == NAME)
-        closures = Closures(comm.world, lambda: session.policy.gradient.reduce == "mean", lambda: runtime.reducer.idle)
+        reducer = runtime.reducer
+        closures = Closures(comm.world, lambda: session.policy.gradient.reduce == "mean", lambda: reducer.out_of_batches)
         # The first of them comes before what hides parameters from a step that is skipped.
         before: list[Callable[[Step], None]] = [
             lambda step: _reduce_held(runtime, step), optimizers.before, lambda step: admit_step(session, step),

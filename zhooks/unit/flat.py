@@ -73,7 +73,7 @@ class Flat:
         group: the ranks that share the values; this one alone where they are replicated.
         storage: what this rank keeps of them between uses.
         full, state: the gathered values, [layout.padded] in the compute dtype, and whether they are there.
-        long: one parameter that is larger than any buffer may be: what is not gathered of it passes through in chunks.
+        long: one parameter that is larger than ``[comm] buffer``: its gradient and copies of it pass through in chunks.
         releasable: the full buffer comes and goes with its uses.
     """
 
@@ -116,8 +116,9 @@ class Flat:
         # Somebody asked autograd for the accumulation node of one of the parameters, and may have put hooks on it.
         self.node_asked = False
         self.sums: HeldSums | None = None
-        # Parameters that were updated early in this step (overlap.py), by name, and forwards whose backward is still to come.
+        # Parameters, by name, that backward has updated in this step (overlap.py).
         self.spent: set[str] = set()
+        # Forwards whose backward is still to come.
         self.nodes = 0
         # The nodes of graphs that live, and of these the ones no backward has come to.
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -67,8 +67,8 @@ class ParamStorage(Storage):
 
     Attributes:
         in_full: the range lies in the full buffer itself, which a gather completes in place.
-        fetches: what a gather sends is fetched to the device before: not what is longer than any buffer, nor masters beside
-            gathered values that stay.
+        fetches: the block that a gather sends is first brought to the device; False for long flats and for those that stay
+            gathered.
         copy: a block that holds the values in the compute dtype; see Note [Master and copy].
         writes: how often somebody announced a write.
     """
