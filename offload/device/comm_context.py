@@ -77,11 +77,16 @@ class CommContext(Generic[T]):
 
     @contextmanager
     def _reducing(self, calls: StreamCalls) -> Iterator[None]:
-        side = calls.side("reduce")
-        _order(calls, side, calls.current())
+        side, current = calls.side("reduce"), calls.current()
+        _order(calls, side, current)
         self._reduces = True
-        with calls.using(side):
-            yield
+        try:
+            with calls.using(side):
+                yield
+        except BaseException:
+            # What was under way inside is let go of as the error is handled.
+            _order(calls, current, side)
+            raise
 
     def taking(self) -> AbstractContextManager[Any]:
         """Memory that is taken inside is the adding stream's."""
@@ -100,6 +105,11 @@ class CommContext(Generic[T]):
         """The adding stream waits for the oldest reduction that is kept: nothing uses its buffers any more."""
         self._stream.wait_event(self._events.popleft())
         return self.kept.popleft()
+
+    def catch_up(self) -> None:
+        """The current stream goes on after what the reducing one has been given: somebody looks at gradients in a backward."""
+        if self._calls is not None and self._reduces:
+            _order(self._calls, self._calls.current(), self._calls.side("reduce"))
 
     def end(self, left: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[None]:
         """As ``adding``, and the last of it: the current stream then goes on after all of both streams, and may use what

@@ -192,9 +192,11 @@ class GradBuffer:
         self.flat.specs[index].within(self.partial, self.flat.layout.starts[index]).zero_()
 
     @property
-    def send_buffer_nbytes(self) -> int:
-        """Bytes of the buffer that a chunk is sent from."""
-        return self.chunk_numel * self.flat.kind.reduce.itemsize
+    def held_nbytes(self) -> int:
+        """Bytes that the adding stream takes for its reduction, or autograd for a long parameter; 0 where it is sent from where
+        it is kept."""
+        in_place = self.direct and not self.flat.sharded and not self.apart
+        return 0 if in_place and not self.flat.long else self.flat.plan.sum_nbytes
 
     def buffer(self, numel: int, what: str = "gradient on device") -> Tensor:
         """An uninitialised buffer, 1-D in the reduce dtype: one of the pool's, on the stream that gradients are added up on."""

@@ -47,7 +47,7 @@ from offload.events import HERE, Bus
 from zhooks.comm import Comm, Exchange, GatherControl
 from zhooks.grad.accumulation import Accumulation
 from zhooks.grad.grad_buffer import GradBuffer
-from zhooks.grad.reduction import OnAxis, Probe, ReduceHooks, Reduction, ReplicaSums, Sent
+from zhooks.grad.reduction import OnAxis, Probe, ReduceHooks, Reduction, ReplicaSums, Sent, Spare
 from zhooks.grad.scaling import Scaling
 from zhooks.grad.stacks import accumulates
 from zhooks.grad.user_hooks import hooked
@@ -173,7 +173,7 @@ class Reducer:
         self._mean_of_all, self._divisor = mean, self.comm.averaged if mean else 1
         self.hooks = ReduceHooks()
         self.gradients: dict[int, GradBuffer] = {}
-        self._context = CommContext[Reduction](None)
+        self._context, self._spare = CommContext[Reduction](None), Spare(keeps=False)
         self._order: list[int] = []
         self._agreed = False
         #: Some rank has run a backward inside a backward, as all ranks know.
@@ -260,6 +260,7 @@ class Reducer:
             flat.sums = None  # of one that is not taken over it would keep the memory until the next garbage collection
         if flats:
             self._context = CommContext[Reduction](calls_of(flats[0].kind.device))
+            self._spare = Spare(keeps=self._context.queues)
         reduce = self._backward.reduce_held
         self.gradients = {flat.number: kept.get(flat) or GradBuffer(flat, self.pool, self._context, reduce) for flat in flats}
         for gradient in self.gradients.values():
@@ -351,7 +352,7 @@ class Reducer:
             self._update_early(gradient, None)
             return
         held = self._holds_back()
-        if gradient.partial is None and not flat.long:
+        if gradient.partial is None:
             self._wait_for_bytes(gradient)
         gradient.add(grads, held=held)
         self._completed.append(flat.number)
@@ -395,21 +396,18 @@ class Reducer:
         return self.accumulation.on or (self._unreduced and not self.sync)
 
     def _wait_for_bytes(self, gradient: GradBuffer) -> None:
-        """A partial sum is to be taken.  Where the host waits for no reduction, the adding stream waits for the oldest until
-        the buffers of all, with this one's, are no larger than those of ``most`` and one of the largest."""
-        if not self._context.queues:
+        """A partial sum is to be taken, or sent.  Where the host waits for no reduction, the adding stream waits for the oldest
+        that have landed, until what all of them hold, with this one, is no more than ``most`` and one of the largest hold."""
+        if not self._context.kept or gradient.held_nbytes == 0:
             return
-        bound = sum(sorted((one.send_buffer_nbytes for one in self.gradients.values()), reverse=True)[: 1 + self.most])
-        while (kept := self._context.kept) or self._under_way:
-            if self.under_way()[1] + gradient.send_buffer_nbytes <= bound:
-                return
-            if kept:
-                self._context.wait_for_oldest().give_back()
-            else:
-                with self._context.reducing():
-                    self._land_oldest()
+        most = 0 if self._alone else self.most
+        bound = sum(sorted((one.held_nbytes for one in self.gradients.values()), reverse=True)[: 1 + most])
+        held = gradient.held_nbytes + sum({id(sent.reduction): sent.reduction.held_nbytes for sent in self._under_way}.values())
+        while self._context.kept and held + sum(one.held_nbytes for one in self._context.kept) > bound:
+            self._context.wait_for_oldest().give_back()
 
     def _launch(self, gradient: GradBuffer) -> None:
+        self._wait_for_bytes(gradient)
         with self._context.reducing():
             self._launch_here(gradient)
 
@@ -422,7 +420,7 @@ class Reducer:
             self.bus.begin("reduce", flat.name, gradient.moved_nbytes, at=HERE)
         # fp16 sums would overflow.
         before = flat.kind.reduce is torch.float16
-        reduction = Reduction(gradient, self.comm.shard, self.divisor, self.hooks, before=before)
+        reduction = Reduction(gradient, self.comm.shard, self.divisor, self.hooks, self._spare, before=before)
         for number, chunk in enumerate(gradient.chunks):
             if number:
                 self._land_down_to()
@@ -448,12 +446,17 @@ class Reducer:
             ]
         gradient = GradBuffer(flat, self.pool, CommContext(None), self._backward.reduce_held, returned=True)
         gradient.add(grads)
-        reduction = Reduction(gradient, self.comm.shard, self.divisor, self.hooks, what="reduce for autograd.grad")
+        spare = Spare(keeps=False)
+        reduction = Reduction(gradient, self.comm.shard, self.divisor, self.hooks, spare, what="reduce for autograd.grad")
         for chunk in gradient.chunks:
             sent = reduction.start(chunk)
             sent.begin_replicas(self.replicas)
             sent.wait()
             reduction.land(sent, self._mean(sent))
+            taken = sent.taken
+            del sent
+            for buffer in taken:
+                spare.give(gradient, buffer)
         reduction.give_back()
         result = reduction.result
         assert result is not None
@@ -488,10 +491,14 @@ class Reducer:
                 finally:
                     self.bus.end("wait reduce", key, at=HERE)
 
+    def catch_up(self) -> None:
+        """Somebody looks at gradients in a backward: what has landed is there."""
+        self._context.catch_up()
+
     def under_way(self) -> tuple[int, int]:
         """Bytes that reductions land in, and bytes they send, apart from gradients' own memory."""
-        under_way: list[Sent | Reduction] = [*self._under_way, *self._context.kept]
-        return sum(one.landing_nbytes for one in under_way), sum(one.sent_nbytes for one in under_way)
+        kept = sum(one.held_nbytes for one in self._context.kept if not one.gradient.flat.long) + self._spare.nbytes
+        return sum(one.landing_nbytes for one in self._under_way), sum(one.sent_nbytes for one in self._under_way) + kept
 
     def payload(self) -> int:
         """Payload of one step's reductions."""
@@ -509,7 +516,11 @@ class Reducer:
         mean = self._mean(sent)
         if self.probe is not None:
             self.probe.landed(sent, mean)
-        if not reduction.land(sent, mean):
+        whole, taken = reduction.land(sent, mean), sent.taken
+        del sent, mean  # views of buffers, which would keep them from the pool
+        for buffer in taken:
+            self._spare.give(reduction.gradient, buffer)
+        if not whole:
             return
         if self._context.queues:
             self._context.keep(reduction)
@@ -526,7 +537,7 @@ class Reducer:
         ranks, out = sent.reduction.ranks, sent.out
         flat = sent.reduction.gradient.flat
         if self.scaling.on:
-            out = self.scaling.mean(flat, out, ranks)
+            out = self.scaling.mean(sent.reduction.gradient, out, ranks)
         elif ranks > 1:
             out = out.mul_(1.0 / ranks)
         self.hooks.received(flat.name, out)
@@ -591,11 +602,19 @@ class Reducer:
             # A rank by itself may have put all there was into the gradients that parameters have.
             if not (self._alone and self._nothing_waits()):
                 self._finish_all()
+            self._join()
         except BaseException:
             self.torn = True
+            self._join()
             raise
         finally:
             self._clear()
+
+    def _join(self) -> None:
+        """Whoever adds up goes on after all reductions."""
+        for reduction in self._context.join():
+            reduction.give_back()
+        self._spare.clear()
 
     def _clear(self) -> None:
         """Nothing is completed, sent or landed."""
@@ -614,9 +633,9 @@ class Reducer:
         if self.updates is not None:
             self.updates.finish()
         self.open = self.torn = False
-        self._clear()
         with suppress(RuntimeError):  # of a device that has failed
-            self._context.join()
+            self._join()
+        self._clear()
         self._ended = None
         for rider in self.riders:
             rider.forget()
@@ -648,8 +667,7 @@ class Reducer:
             self._launch(self.gradients[number])
         with self._context.reducing():
             self._land_down_to(0)
-        for reduction in self._context.join():
-            reduction.give_back()
+        self._join()
         for reduction in self._landed:
             reduction.finish(used[reduction.gradient.flat.number])
         self._agree_order()

@@ -31,7 +31,7 @@ from zhooks.grad.grad_buffer import GradBuffer, Into
 from zhooks.layout import flat_layout
 from zhooks.unit import Flat
 
-__all__ = ["OnAxis", "Probe", "ReduceHook", "ReduceHooks", "Reduction", "ReplicaSums", "Sent"]
+__all__ = ["OnAxis", "Probe", "ReduceHook", "ReduceHooks", "Reduction", "ReplicaSums", "Sent", "Spare"]
 
 
 ReduceHook = Callable[[str, Tensor], None]
@@ -151,12 +151,44 @@ class Probe(Protocol):
         """A backward has ended; ``held``: its gradients are not reduced yet.  Collective where they are."""
 
 
+class Spare:
+    """Buffers that reductions alone use, from one to the next; ``keeps`` where they have a stream of their own.
+
+    Where they have none, the pool keeps what is not used.
+    """
+
+    def __init__(self, *, keeps: bool) -> None:
+        self._keeps = keeps
+        self._kept: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffers in self._kept.values() for buffer in buffers)
+
+    def take(self, gradient: GradBuffer, numel: int) -> Tensor:
+        """A buffer [numel] in the reduce dtype, for what is sent or lands."""
+        kept = self._kept.get((numel, gradient.flat.kind.reduce))
+        return kept.pop() if kept else gradient.buffer(numel, "communication on device")
+
+    def give(self, gradient: GradBuffer, buffer: Tensor) -> None:
+        """It has landed."""
+        if self._keeps:
+            self._kept.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+        else:
+            gradient.give_back(buffer)
+
+    def clear(self) -> None:
+        """No reduction is under way."""
+        self._kept.clear()
+
+
 class Reduction:
     """One reduction of ``gradient`` over the ranks of ``transport``.
 
     Args:
         ranks: what the sum is divided by.
         hooks: the user's, who see what is sent.
+        spare: has buffers that only reductions use.
         before: what this rank sends is divided first, for the sum would overflow.
         what: the verb it is called by.
     """
@@ -167,11 +199,12 @@ class Reduction:
         transport: Transport,
         ranks: int,
         hooks: ReduceHooks,
+        spare: Spare,
         *,
         before: bool = False,
         what: str = "reduce",
     ) -> None:
-        self._hooks = hooks
+        self._hooks, self._spare = hooks, spare
         flat = gradient.flat
         self.gradient, self._transport = gradient, transport
         self.ranks, self._before = (1, 1.0 / ranks) if before else (ranks, 1.0)
@@ -186,8 +219,6 @@ class Reduction:
         self.missing: Sequence[int] = ()
         self._begun: TimeMark | None = None
         self._over: During | None = None
-        # Buffers that chunks have landed from, by their elements.
-        self._spare: dict[int, list[Tensor]] = {}
         # The range that chunks are received in, where what comes back is what is kept.
         self._target: Tensor | None = None
         if gradient.direct:
@@ -201,7 +232,8 @@ class Reduction:
     def _apart(self) -> Tensor:
         flat = self.gradient.flat
         self.into, self.missing = Into.APART, range(len(flat.params))
-        self.result = torch.empty(flat.shard_numel, dtype=flat.kind.master, device=flat.kind.device)
+        with self.gradient.context.taking():
+            self.result = torch.empty(flat.shard_numel, dtype=flat.kind.master, device=flat.kind.device)
         return self.result
 
     def start(self, chunk: Chunk, probe: Probe | None = None) -> Sent:
@@ -211,11 +243,9 @@ class Reduction:
         taken: list[Tensor] = []
         if not gradient.flat.long:
             partial = self._taken[0]
-            if partial is not gradient.at:
-                taken.append(partial)
         else:
             if own is None or len(chunk.starts) > 1:
-                taken.append(self._buffer(whole))
+                taken.append(self._spare.take(gradient, whole))
                 partial = taken[0][: chunk.layout.padded]
             else:
                 partial = own
@@ -230,33 +260,22 @@ class Reduction:
             out, work = partial, self._transport.all_reduce_flat(self._call, partial, chunk.layout)
         else:
             if own is None:
-                taken.append(self._buffer(whole // gradient.flat.layout.world))
-            out = taken[-1][: chunk.numel] if own is None else own
+                taken.append(self._spare.take(gradient, whole // gradient.flat.layout.world))
+            out = own if own is not None else taken[-1]
+            out = out if out.numel() == chunk.numel else out[: chunk.numel]
             work = self._transport.reduce_scatter(self._call, partial, out, chunk.layout)
         return Sent(self, chunk, work, partial, out, taken, out is own)
 
-    def _buffer(self, numel: int) -> Tensor:
-        """One that an earlier chunk has landed from, or a new one."""
-        spare = self._spare.get(numel)
-        return spare.pop() if spare else self.gradient.buffer(numel, "communication on device")
-
     def give_back(self) -> None:
         """All has landed, and nothing reads what it was sent from: buffers go back to the pool."""
-        self._taken = []
-        for buffers in self._spare.values():
-            for buffer in buffers:
-                self.gradient.give_back(buffer)
-        self._spare.clear()
+        taken, self._taken = self._taken, []
+        for tensor in () if self.gradient.flat.long else taken:
+            self.gradient.give_back(tensor)
 
     @property
-    def sent_nbytes(self) -> int:
-        """Bytes of the buffers that it was sent from and that `give_back` lets go of."""
-        return sum(buffer.nbytes for buffer in self._spare.get(self.gradient.chunk_numel, ()))
-
-    @property
-    def landing_nbytes(self) -> int:
-        """Bytes of those that it landed in."""
-        return sum(buffer.nbytes for buffers in self._spare.values() for buffer in buffers) - self.sent_nbytes
+    def held_nbytes(self) -> int:
+        """Bytes that `give_back` lets go of: a partial sum or, of a long parameter, what autograd has handed over."""
+        return sum(tensor.nbytes for tensor in self._taken if tensor is not self.gradient.at)
 
     def timed(self, work: Work) -> None:
         """An observer keeps time, and this is the next of its works."""
@@ -274,8 +293,6 @@ class Reduction:
         """The mean of a chunk over the ranks is here; whether it was the last chunk."""
         if not sent.received:
             self._put(sent.chunk, mean)
-        for buffer in sent.taken:
-            self._spare.setdefault(buffer.numel(), []).append(buffer)
         self._left -= 1
         return not self._left
 
@@ -287,7 +304,10 @@ class Reduction:
             result = self._apart() if self.result is None else self.result
             chunk.of(result).copy_(mean)
         elif missing := self.gradient.put(self.into, chunk.local, mean):
-            self.result, self.missing = mean.clone(), missing
+            with self.gradient.context.taking():
+                self.result = torch.empty_like(mean)
+            self.result.copy_(mean)
+            self.missing = missing
 
     @property
     def complete(self) -> bool:
@@ -314,7 +334,7 @@ class Sent:
     """A chunk under way: ``partial`` is sent, ``out`` is where its sum will be, which ``received`` says is where it belongs.
 
     Attributes:
-        taken: the buffers that these lie in, but for the gradient's own memory.
+        taken: the buffers that these lie in and that nobody needs once it has landed.
     """
 
     reduction: Reduction

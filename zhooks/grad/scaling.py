@@ -184,13 +184,16 @@ class Scaling:
         self._flats = [gradient.flat for gradient in self._gradients]
         self._found, self._bad = {}, {}
 
-    def mean(self, flat: Flat, out: Tensor, world: int) -> Tensor:
+    def mean(self, gradient: GradBuffer, out: Tensor, world: int) -> Tensor:
         """``out`` divided by the ranks (where ``world`` says so) and by the scale; what is not finite is remembered."""
         if out.dtype is torch.float16:
             out = out.float()
-        found = self._found.get(flat.number)
+        number = gradient.flat.number
+        found = self._found.get(number)
         if found is None:
-            found = self._found[flat.number] = torch.zeros(1, dtype=torch.float32, device=out.device)
+            with gradient.context.taking():
+                found = self._found[number] = torch.empty(1, dtype=torch.float32, device=out.device)
+            found.zero_()
         factor = torch.full((), 1.0 / (world * self.scale.value), dtype=torch.float32, device=out.device)
         torch._amp_foreach_non_finite_check_and_unscale_([out], found, factor)
         return out

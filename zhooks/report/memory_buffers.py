@@ -36,7 +36,9 @@ def buffers(flats: Sequence[Flat], reducer: Reducer, comm: Comm) -> dict[str, Bu
     # What is frozen has no gradient.
     largest = largest_buffer([flat for flat in flats if flat.kind.trainable], pool.bound)
     landing, sending = reducer.under_way()
-    filling, bound = _filling(flats, reducer), (1 + reducer.most) * largest
+    # Chunks of long parameters have buffers of their own.
+    sums = 1 + reducer.most * (2 if any(flat.long and flat.kind.trainable for flat in flats) else 1)
+    filling, bound = _filling(flats, reducer), sums * largest
     held = {
         "partial gradients": BufferUse(filling + sending, max(bound, filling) if reducer.accumulation.owed else bound),
         "reduced ranges": BufferUse(landing, (1 + reducer.most) * -(-largest // world)),

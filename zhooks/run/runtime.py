@@ -470,7 +470,9 @@ class Runtime(Engine):
     def due(self) -> None:
         """Somebody needs the gradients: be at rest, and reduce what adds up; see Note [Until somebody needs it]."""
         self.finish_backward()
-        if self.reducer.accumulation.owed and not in_backward():
+        if in_backward():
+            self.reducer.catch_up()
+        elif self.reducer.accumulation.owed:
             with torch.inference_mode(False), torch.no_grad():
                 self._kept = frozenset()
                 self._release_others(self._kept)

@@ -15,7 +15,7 @@ import zhooks
 from offload.events import During
 from tests.support.inside import comm_of, runtime_of
 from zhooks.comm import DONE, Chunk, chunks_of
-from zhooks.grad.reduction import ReduceHooks, Reduction, Sent
+from zhooks.grad.reduction import ReduceHooks, Reduction, Sent, Spare
 from zhooks.layout import flat_layout
 
 
@@ -81,7 +81,7 @@ class Timed:
 def test_a_reduction_lasts_from_the_begin_of_its_first_work_to_the_end_of_its_last(works: Any, expected: Any) -> None:
     attachment = zhooks.attach(nn.Linear(2, 2))
     (gradient,) = runtime_of(attachment).reducer.gradients.values()
-    reduction = Reduction(gradient, comm_of(attachment).shard, 1, ReduceHooks())
+    reduction = Reduction(gradient, comm_of(attachment).shard, 1, ReduceHooks(), Spare(keeps=False))
     for work in works:
         reduction.timed(Timed(*work))
     found = reduction.during

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.func import functional_call
 
 import zhooks
 from offload.policy import Precision
-from tests.support.on_ranks import on_ranks, place
+from tests.support.on_ranks import on_accelerators, on_ranks, place
 from tests.support.scaling_model import HOT, adamw, attached, batch, build, loss_of
+from tests.support.schedules import SCHEDULES, native, schedule
 from tests.support.slow import slow
 from tests.support.values import copies, grad_of, same
 from zhooks.grad.scaling import LossScale
@@ -329,3 +331,24 @@ def test_a_fixed_scale_never_moves_and_a_growing_one_never_leaves_fp32() -> None
     for _ in range(5):
         growing.succeeded()
     assert growing.value == 2.0**127
+
+
+@on_accelerators(1, 2, chosen=SCHEDULES)
+def test_an_overflow_in_what_is_reduced_last_is_seen_where_gradients_add_up(chosen: tuple[str, int]) -> None:
+    device = f"accel:{native().current_device()}"
+    with schedule(*chosen):
+        layers = [nn.Linear(8, 8) for _ in range(3)]
+        nn.init.zeros_(layers[0].weight)
+        net = nn.Sequential(*layers).to(device)
+        policy = {"precision": {"loss_scale": 8.0}, "units": {"names": ["?"], "min_numel": 0}}
+        attachment = zhooks.attach(net, policy=policy)
+        sgd = torch.optim.SGD(net.parameters(), lr=1.0)
+        before = copies(net.parameters())
+        for first in (1.0, 1e38):
+            # The first layer's weights are zero: its gradient alone, which is reduced last, overflows.
+            net(torch.full((4, 8), first, device=device)).sum().backward()
+        sgd.step()
+        found = [names for overflow in attachment.overflows for names in overflow.parameters]
+        assert [name for _, name in found] == ["0.weight"], found
+        assert same(copies(net.parameters()), before)
+        attachment.detach()

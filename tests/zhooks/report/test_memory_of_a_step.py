@@ -102,3 +102,20 @@ def test_the_peak_of_a_step_is_to_the_byte_what_memory_says_then() -> None:
     autograds = BATCH + 2 * BLOCK + UNIT
     held = sum(states.values()) + 2 * UNIT + report.bounds["partial gradients"]
     assert peak - before == held + activations + autograds
+
+
+@on_accelerators(2)
+def test_sums_that_were_held_back_are_given_back_as_they_are_reduced() -> None:
+    with schedule("eager"):
+        device = f"accel:{native().current_device()}"
+        net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).to(device)
+        attachment = zhooks.attach(net, policy={"units": {"classes": ["Linear"], "min_numel": 0}})
+        with attachment.accumulate():
+            for _ in range(2):
+                net(torch.ones(ROWS, WIDTH, device=device)).square().mean().backward()
+            held = allocated("current")
+            torch.accelerator.reset_peak_memory_stats()
+        # Each reduction needs half a unit for the gradient, and gives back a whole one when two others are under way.
+        assert allocated("peak") - held <= 3 * UNIT // WORLD
+        assert allocated("current") - held == LAYERS * (UNIT // WORLD - UNIT)
+        attachment.detach()
