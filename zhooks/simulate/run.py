@@ -195,7 +195,7 @@ def simulate(
         slow: ranks that are slower than the profile says.  The slowest rank's step is then returned, and ``build`` and ``step``
             are also called for a rank that is not slow.
         allocator: settings of torch's caching allocator, as in PYTORCH_ALLOC_CONF ("" for torch's default), to find what it
-            would reserve (needs numba); None leaves that out.
+            would reserve; None leaves that out.
     Returns:
         The predicted step.
     Raises:
@@ -203,7 +203,7 @@ def simulate(
         HardwareError: the profile cannot be read, or lacks a figure that is needed.
         BudgetError: the policy does not fit the hardware.
         PolicyError: ``allocator`` cannot be read.
-        CapabilityError: numba is missing for ``allocator``, or torch has no support for devices written in Python.
+        CapabilityError: torch has no support for devices written in Python.
     """
     if not isinstance(allocator, str | None):
         raise PolicyError(

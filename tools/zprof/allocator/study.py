@@ -1,6 +1,6 @@
 """Owns what ``zprof frag`` finds out of one file: the state it speaks of, its history, and replays under other settings.
 
-`commands.frag` asks for a `Study` and shows it. It never prints, and imports numba only through a replay.
+`commands.frag` asks for a `Study` and shows it. It never prints.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Owns ``zprof frag``: its options, and the exit code that says whether an allocation would succeed.
 
-`zprof.cli` hangs it in. It finds out nothing itself, and needs numpy, numba and rich only once it is called.
+`zprof.cli` hangs it in. It finds out nothing itself, and needs numpy and rich only once it is called.
 """
 
 from __future__ import annotations
