@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from offload.virtual.calls import Calls, active_profiler
-from offload.virtual.machine import Access, Costs, Happening, Listener, Machine, Moment, Stream, access, running
-from offload.virtual.memory import ACCELERATOR, HOST, NAME, memory_at, take_address
+from offload.virtual.machine import Access, Costs, Happening, Listener, Machine, Moment, Stream, access
+from offload.virtual.memory import ACCELERATOR, HOST, NAME, memory_at, running, take_address
+from offload.virtual.operations import Operation
 from offload.virtual.races import Race, Races
 from offload.virtual.turns import Turns
-from offload.virtual.watcher import Operation
 
 __all__ = [
     "ACCELERATOR",

@@ -26,15 +26,12 @@ from torch import Tensor
 
 from offload.errors import SimulationError
 from offload.virtual.autocast import refuses_cuda
-from offload.virtual.memory import ACCELERATOR, HOST, NAME, reach
-from offload.virtual.operations import forget
+from offload.virtual.memory import ACCELERATOR, HOST, NAME, reach, turn_to
+from offload.virtual.operations import Operation, forget
 from offload.virtual.python_functions import PythonFunctions
 from offload.virtual.torch_device import errors_of_backward, register
-from offload.virtual.watcher import Operation, watch
 
-__all__ = [
-    "Access", "Costs", "Happening", "Listener", "Machine", "Moment", "Stream", "machines_on", "running", "turn_to",
-]  # fmt: skip
+__all__ = ["Access", "Costs", "Happening", "Listener", "Machine", "Moment", "Stream", "access", "machines_on"]
 
 
 class Costs(Protocol):
@@ -168,20 +165,7 @@ class Moment:
             listener.awaited(self, self._machine.host)
 
 
-_running: Machine | None = None
-
-
-def running() -> Machine:
-    """The machine that is on.
-
-    Raises:
-        SimulationError: none is: a model on the virtual device is attached outside of a simulation.
-    """
-    if _running is None:
-        raise SimulationError(
-            'device "virtual" needs to be used inside a simulation, found none. Call zhooks.simulate(build, step, ...).'
-        )
-    return _running
+_simulating = False
 
 
 @contextmanager
@@ -203,16 +187,6 @@ def machines_on() -> Iterator[None]:
     finally:
         _simulating = False
         turn_to(None)
-
-
-_simulating = False
-
-
-def turn_to(machine: Machine | None) -> None:
-    """Everything on the virtual device happens on ``machine`` from now on."""
-    global _running
-    _running = machine
-    watch(machine)
 
 
 class Machine:

@@ -1,7 +1,7 @@
-"""What an operation on tensors of the virtual device makes: views by the CPU's kernels, anything else by meta kernels.
+"""Operations on tensors of the virtual device: views by the CPU's kernels, what moves data or reads values by kernels of ours
+(`KERNELS`), anything else by meta kernels.
 
-``torch_device.py`` gives torch `run` for all operations that `kernels.py` has no kernel for.  It moves no data and counts no
-time: the `Watcher` of the moment is told.
+``torch_device.py`` registers `run` and the kernels.  The machine that is on is told of each.
 
 Note: [Calls alike]
     What a meta kernel makes follows from the operation, the shapes, strides and dtypes of its tensors, its other arguments and
@@ -11,26 +11,47 @@ Note: [Calls alike]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._prims_common import suggest_memory_format
 
 from offload.errors import SimulationError
-from offload.virtual.choices import made_whole
-from offload.virtual.dispatch import by_key
-from offload.virtual.memory import NAME, fresh, new, reach
+from offload.virtual.memory import NAME, by_key, fresh, machine_on, new, reach
 from offload.virtual.refused import no_data, other_autocast, user_line
-from offload.virtual.watcher import Operation, watcher
 
-__all__ = ["forget", "run"]
+__all__ = ["COMPOSITES", "KERNELS", "Operation", "forget", "run"]
 
 _aten: Any = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation that a kernel would carry out.
+
+    Attributes:
+        kind: the same object for all calls whose arguments agree in all but their memory; None of one that is like no other.
+        overload: torch's name for it.
+        args, kwargs: as it was called.
+        made: what it returns.
+        reads, writes: the virtual tensors it reads and writes; what it makes is among the latter.
+    """
+
+    kind: object | None
+    overload: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: Any
+    reads: tuple[Tensor, ...]
+    writes: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +98,21 @@ def run(overload: Any, *args: Any, **kwargs: Any) -> Any:
     index = (tensors or _tensors([*args, *kwargs.values()]))[0].device.index if device is None else device.index or 0
     if not signature.written:
         made = _made(kind.made, index)
-        watcher().ran(Operation(alike, overload, args, kwargs, made, tuple(tensors), tuple(_tensors(made))))
+        _tell(Operation(alike, overload, args, kwargs, made, tuple(tensors), tuple(_tensors(made))))
         return made
     written = [args[place] if place < len(args) else kwargs[name] for place, name in signature.written]
     for own, size in zip(written, kind.resized, strict=True):
         if size is not None:
             _resize(own, size)
-    watcher().ran(Operation(alike, overload, args, kwargs, None, tuple(tensors), tuple(_tensors(written))))
+    _tell(Operation(alike, overload, args, kwargs, None, tuple(tensors), tuple(_tensors(written))))
     assert signature.returns <= len(written) or not signature.returns, f"{overload}: makes and writes"
     return written[0] if signature.returns == 1 else tuple(written[: signature.returns]) or None
+
+
+def _tell(operation: Operation) -> None:
+    machine = machine_on()
+    if machine is not None:
+        machine.ran(operation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +178,11 @@ def _note(values: Iterable[Any], facts: list[Any], tensors: list[Tensor]) -> boo
 def _find_out(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Kind:
     _check_places(overload, args, kwargs)
     signature = _signature(overload)
-    twins = [_twin(_as_tensor(value, place, signature)) for place, value in enumerate(args)]
+    # Numbers that the dispatcher has unwrapped as what the operation takes: not all of them take numbers.
+    twins = [
+        torch.tensor(value, device="meta") if place in signature.tensors and isinstance(value, int | float) else _twin(value)
+        for place, value in enumerate(args)
+    ]
     named = {name: _twin(value) for name, value in kwargs.items()}
     if named.get("device") is not None:
         named["device"] = torch.device("meta")
@@ -164,7 +195,10 @@ def _find_out(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
         if "meta tensor" in str(error):
             raise no_data(str(overload)) from error
         raise
-    found = made_whole(overload, args, found)
+    if overload is _aten.mkldnn_rnn_layer.default:
+        # Its meta kernel does not know what is kept for backward.
+        size = _layer_workspace(tuple(args[0].shape), tuple(args[1].shape), args[-1])
+        found = (*found[:3], torch.empty(size, dtype=torch.uint8, device="meta"))
     resized: list[_Size | None] = []
     for place, name in signature.written:
         own, twin = (args[place], twins[place]) if place < len(args) else (kwargs[name], named[name])
@@ -221,6 +255,21 @@ def _convolution_backward(grad: Tensor, value: Tensor, weight: Tensor, *others: 
     return (of_value, of_weight, *made[2:])
 
 
+@cache
+def _layer_workspace(shape: tuple[int, ...], weight: tuple[int, ...], train: bool) -> int:
+    """Bytes that oneDNN keeps of a layer for its backward: its own affair, so one layer of that shape runs for real."""
+    gates = weight[0]
+    hidden = gates // 4
+    x, own, back, bias, state = (
+        torch.zeros(size, dtype=torch.float32, device="cpu")
+        for size in (shape, weight, (gates, hidden), (gates,), (1, shape[1], hidden))
+    )
+    made = torch.ops.aten.mkldnn_rnn_layer(
+        x, own, back, bias, bias, state, state, False, [], 2, hidden, 1, True, False, False, train
+    )
+    return int(made[3].nbytes)
+
+
 _INDEXED = frozenset({_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
 #: Shape functions that torch lacks, or that forget how results lie.
 _SHAPES: dict[Any, Callable[..., Any]] = {
@@ -230,11 +279,6 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
     _aten._thnn_fused_gru_cell.default: _gru_cell,
     _aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
 }
-
-
-def _as_tensor(value: Any, place: int, signature: _Signature) -> Any:
-    """Numbers that the dispatcher has unwrapped as what the operation takes; not all of them take numbers."""
-    return torch.tensor(value, device="meta") if place in signature.tensors and isinstance(value, int | float) else value
 
 
 def _twin(value: Any) -> Any:
@@ -277,3 +321,113 @@ def _resize(own: Tensor, to: _Size) -> None:
     if storage.nbytes() < nbytes:
         storage = fresh(nbytes, own.device.index)
     by_key(DispatchKey.CPU, _aten.set_.source_Storage_storage_offset, own, storage, offset, to.size, to.stride)
+
+
+# --- kernels of our own -------------------------------------------------------------------------------------------------
+
+
+def _empty(
+    size: Sequence[int],
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    memory_format: Any = None,
+) -> Tensor:
+    chosen = torch.contiguous_format if memory_format is None else memory_format
+    twin = torch.empty(size, dtype=dtype, device="meta", memory_format=chosen)
+    return new(twin.shape, twin.stride(), twin.dtype, (device.index or 0) if device is not None else 0)
+
+
+def _empty_strided(
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> Tensor:
+    return new(size, stride, dtype or torch.get_default_dtype(), (device.index or 0) if device is not None else 0)
+
+
+def _set_storage(self: Tensor, source: Any, storage_offset: int, size: Sequence[int], stride: Sequence[int] = ()) -> Tensor:
+    out: Tensor = by_key(DispatchKey.CPU, _aten.set_.source_Storage_storage_offset, self, source, storage_offset, size, stride)
+    return out
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+    out: Tensor = by_key(DispatchKey.CPU, _aten.as_strided.default, tensor, size, stride, offset)
+    return out
+
+
+def _copy_from(source: Tensor, out: Tensor, non_blocking: bool = False) -> Tensor:
+    if out.device.type != NAME:
+        raise no_data(f"a copy to {out.device}")
+    machine = machine_on()
+    if machine is not None:
+        machine.copied(out, source, waits=not non_blocking)
+    return out
+
+
+def _item(tensor: Tensor) -> Any:
+    if tensor.dtype is torch.bool and _initialises():
+        return False
+    raise no_data("item()")
+
+
+def _initialises() -> bool:
+    """``trunc_normal_`` draws again while some value is outside of its bounds: values that are not there are none of these."""
+    frame: FrameType | None = sys._getframe()  # one of autograd's threads has no more than ours
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        if frame.f_code.co_filename == nn.init.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+#: Of the frames between a function of ``torch.nn.init`` and what it calls.
+_TORCH = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+def _record_stream(tensor: Tensor, stream: Any) -> None:
+    return None
+
+
+def _convolution_backward_overrideable(
+    grad: Tensor, value: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, transposed: bool, output: Any,
+    groups: int, mask: Any,
+) -> Any:  # fmt: skip
+    bias = [grad.shape[1]]
+    arguments = (grad, value, weight, bias, stride, padding, dilation, transposed, output, groups, mask)
+    return run(_aten.convolution_backward.default, *arguments)
+
+
+def _cumprod_backward(grad: Tensor, value: Tensor, dim: int, output: Tensor) -> Tensor:
+    """As torch has it where no factor is 0, which it asks of the values."""
+    weighted = output * grad
+    _zero = (value == 0).any()
+    return weighted.flip(dim).cumsum(dim).flip(dim).div(value.conj())
+
+
+def _binary_cross_entropy(value: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1) -> Tensor:
+    """The one number is left in the memory of the losses of all elements."""
+    losses: Tensor = run(_aten.binary_cross_entropy.default, value, target, weight, 0)
+    return losses if reduction == 0 else losses.resize_(())
+
+
+#: What torch makes of other operations and values, by operations alone; above autograd and below.
+COMPOSITES: dict[str, Callable[..., Any]] = {"cumprod_backward": _cumprod_backward}
+KERNELS: dict[str, Callable[..., Any]] = {
+    "_grouped_mm": partial(run, _aten._grouped_mm.default),
+    "alias": _alias,
+    "binary_cross_entropy": _binary_cross_entropy,
+    "convolution_overrideable": partial(run, _aten.convolution.default),
+    "convolution_backward_overrideable": _convolution_backward_overrideable,
+    "empty.memory_format": _empty,
+    "empty_strided": _empty_strided,
+    "set_.source_Storage_storage_offset": _set_storage,
+    "_copy_from": _copy_from,
+    "_local_scalar_dense": _item,
+    "record_stream": _record_stream,
+}

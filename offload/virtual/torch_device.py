@@ -1,8 +1,8 @@
 """The device "virtual" as torch knows it: real tensors with shapes, strides, storages and addresses, and no data.
 
 ``register`` tells torch of it, once a process, by torch's own Python way in for new backends; from then on each operation on
-such tensors comes here, finds out by its meta kernel what it makes, and is handed to the `Watcher` of the moment.  It keeps no
-clock and no ledger: those are the watcher's.
+such tensors comes here, finds out by its meta kernel what it makes, and is handed to the machine that is on, which keeps
+clocks and a ledger.
 
 Note: [Shapes without data]
     A tensor on this device is a plain ``torch.Tensor`` over a storage whose address nobody can read.  Views are made by the
@@ -31,11 +31,9 @@ import torch
 
 from offload.errors import CapabilityError, SimulationError
 from offload.virtual.autocast import autocast_kernels
-from offload.virtual.choices import Choices
-from offload.virtual.kernels import COMPOSITES, KERNELS
+from offload.virtual.choices import register_choices
 from offload.virtual.memory import ACCELERATOR, NAME
-from offload.virtual.operations import run
-from offload.virtual.watcher import watcher
+from offload.virtual.operations import COMPOSITES, KERNELS, run
 
 __all__ = ["errors_of_backward", "register"]
 
@@ -159,5 +157,5 @@ def register() -> None:
                 aten.impl(name, kernel, key)
         for name, kernel in autocast_kernels().items():
             aten.impl(name, kernel, "AutocastPrivateUse1")
-        Choices(run, lambda: watcher().accelerated).register(aten)
+        register_choices(aten)
     _kept.extend((every, aten))

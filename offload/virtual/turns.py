@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from typing import Generic, TypeVar
 
 from offload.errors import SimulationError
-from offload.virtual.machine import Machine, machines_on, turn_to
+from offload.virtual.machine import Machine, machines_on
+from offload.virtual.memory import turn_to
 
 __all__ = ["Turns"]
 
