@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from offload.hardware.collectives import ALGORITHMS, KINDS, Collective
+from offload.hardware.collectives import ALGORITHMS, KINDS, Collective, Group
 from offload.hardware.costs import CostModel, StepCost, as_ns
 from offload.hardware.fitting import MEASURED, Fit, Residual, Sample, fit
 from offload.hardware.hardware import Hardware, for_device, names
 from offload.hardware.tables import DTYPES
-from offload.hardware.topology import Group
 
 __all__ = [
     "ALGORITHMS",

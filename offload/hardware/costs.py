@@ -1,4 +1,4 @@
-"""Owns the cost model: from what an operation does to the seconds it takes on a profile, and a step's joules and price.
+"""The cost model: from what an operation does to the seconds it takes on a profile, and a step's joules and price.
 
 The virtual device, the simulator and the planner call it. All times are float seconds (`as_ns` is for clocks that count);
 it is pure: no clock, no torch, and the same answer every time.
@@ -17,11 +17,9 @@ from dataclasses import dataclass
 
 from offload.errors import HardwareError
 from offload.hardware import collectives
-from offload.hardware.collectives import Collective
-from offload.hardware.curves import fraction_at
+from offload.hardware.collectives import Collective, Group, grouped
 from offload.hardware.hardware import Hardware
-from offload.hardware.tables import DTYPES
-from offload.hardware.topology import Group, grouped
+from offload.hardware.tables import DTYPES, fraction_at
 
 __all__ = ["CostModel", "StepCost", "as_ns"]
 

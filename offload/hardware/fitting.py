@@ -1,6 +1,6 @@
-"""Owns the way from measured times to a profile: rates, latencies and efficiency curves fitted, and how well they then predict.
+"""From measured times to a profile: rates, latencies and efficiency curves fitted, and how well they then predict.
 
-``zprof bench --profile`` calls it. It never measures, and changes only the figures there are samples of.
+``zprof bench --profile`` calls it. Only the figures there are samples of change.
 
 Note: [Fitting]
     A disk's time is modelled as latency + bytes / rate, and the two are found by least squares of the relative error, so that
@@ -19,9 +19,8 @@ from typing import Any
 
 from offload.errors import HardwareError
 from offload.hardware.costs import CostModel
-from offload.hardware.curves import fraction_at
 from offload.hardware.hardware import Hardware
-from offload.hardware.tables import Point
+from offload.hardware.tables import Point, fraction_at
 
 __all__ = ["MEASURED", "Fit", "Residual", "Sample", "fit"]
 

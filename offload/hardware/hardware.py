@@ -1,7 +1,6 @@
-"""Owns the hardware profile: what a cluster's devices, links, hosts, disks and network can do, as one checked value.
+"""The hardware profile: what a cluster's devices, links, hosts, disks and network can do, as one checked value.
 
-The cost model, the simulator and ``zprof hardware`` take one. It never computes a time, and never guesses: a profile that
-cannot be is refused.
+Nothing is guessed: a profile that cannot be is refused.
 """
 
 from __future__ import annotations
@@ -34,8 +33,13 @@ from offload.hardware.tables import (
     Power,
     Price,
     Text,
+    as_flops,
+    as_rate,
+    as_seconds,
+    format_flops,
+    format_rate,
+    format_seconds,
 )
-from offload.hardware.units import as_flops, as_rate, as_seconds, format_flops, format_rate, format_seconds
 from offload.text import format_size, shown, toml_value
 
 __all__ = ["Hardware", "names"]
