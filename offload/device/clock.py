@@ -1,7 +1,7 @@
-"""Owns the times of streams: points of them as nanoseconds on the host's clock, found without waiting for any of them.
+"""The times of streams: points of them as nanoseconds on the host's clock, found without waiting for any of them.
 
-`CudaCalls.clock` is the one of a device: buses and copies ask it for marks while an observer keeps time. It orders nothing that
-anybody uses, waits only when it is asked for the first mark, and drops what cannot be known instead of raising.
+`StreamCalls.clock` is the one of a device: buses and copies ask it for marks while an observer keeps time. It orders nothing
+that anybody uses, waits only when it is asked for the first mark, and drops what cannot be known instead of raising.
 
 Note: [A device's time on the host's clock]
     An event of the device's says how many milliseconds after another one it passed. So one of them is a base whose time the
@@ -27,9 +27,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from offload.events import CAPTURED, TimeMark
+
+if TYPE_CHECKING:
+    from offload.device.stream_device import StreamCalls
 
 __all__ = ["StreamClock"]
 
@@ -42,17 +45,6 @@ _APART_NS = 200_000
 _MOST_DRIFT = 1e-4
 #: Between bases while nothing is marked.
 _LONG_NS = 10 * _RENEW_NS
-
-
-class _Calls(Protocol):
-    """What it asks of the device; see `CudaCalls`."""
-
-    def side(self, lane: str) -> Any: ...
-    def current(self) -> Any: ...
-    def lane(self, stream: Any) -> tuple[str, bool]: ...
-    def timed_event(self) -> Any: ...
-    def capturing(self) -> bool: ...
-    def now_ns(self) -> int: ...
 
 
 class _Base:
@@ -135,7 +127,7 @@ _CAPTURED = _Lost(CAPTURED)
 class StreamClock:
     """The marks of one device's streams, whose events are used again."""
 
-    def __init__(self, calls: _Calls) -> None:
+    def __init__(self, calls: StreamCalls) -> None:
         self._calls = calls
         self._idle: list[Any] = []
         self._base: _Base | None = None

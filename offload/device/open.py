@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from offload.device.cpu import CpuDevice
+from offload.device.cpu import CpuDevice, SynchronousDevice
 from offload.device.cuda import CudaCalls, CudaDevice
 from offload.device.interface import Device
 from offload.device.stream_device import StreamDevice
 from offload.device.streams import calls_of
-from offload.device.synchronous import SynchronousDevice
 from offload.device.torch_module import current_index, unavailable
 from offload.device.virtual import VirtualDevice
 from offload.errors import CapabilityError

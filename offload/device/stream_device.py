@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from offload.device.clock import StreamClock
-from offload.device.cpu import Worker
 from offload.device.interface import Device, HostMemory, Mark, failed
-from offload.device.torch_module import function_of, memory_of, module_of, used_of
+from offload.device.torch_module import function_of, module_of
 from offload.errors import CapabilityError
 from offload.events import During, now_ns
 from offload.pages import ALIGN, locked_nbytes, over, round_up
@@ -187,7 +186,6 @@ class StreamDevice(Device):
         self.calls = calls
         self._to_device = self.calls.stream()
         self._to_host = self.calls.stream()
-        self._worker = Worker()
         self._watch = Workers("zhooks-copied")
         self._in_flight: dict[Any, deque[_Copy]] = {self._to_device: deque(), self._to_host: deque()}
         self._issue = threading.Lock()
@@ -252,12 +250,6 @@ class StreamDevice(Device):
 
     def unpin(self, memory: Tensor) -> None:
         """That allocator unlocks it, or keeps it for the next one."""
-
-    def memory(self) -> tuple[int, int]:
-        return memory_of(self.device)
-
-    def used(self) -> tuple[int, int]:
-        return used_of(self.device)
 
     def memlock_applies(self) -> bool:
         if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY:

@@ -1,4 +1,4 @@
-"""The virtual device behind the seam: the code of the CUDA device over streams, events and memory on paper.
+"""The virtual device behind the seam: the code of devices with streams over streams, events and memory on paper.
 
 ``open.py`` makes one over the machine that is on.  It has no thread: what a thread would do is done at once, at its time.
 """
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from offload.budget import Bound, Facts, Shared
-from offload.device.cuda import CudaCalls, CudaDevice
 from offload.device.interface import HostMemory, Mark
-from offload.device.stream_device import after
+from offload.device.stream_device import StreamCalls, StreamDevice, after
 from offload.events import During, KnownTime
 from offload.pages import round_up
 from offload.text import as_size
@@ -26,8 +25,8 @@ from offload.work import HostWork
 __all__ = ["MemoryRun", "VirtualCalls", "VirtualDevice", "VirtualTask"]
 
 
-class VirtualCalls(CudaCalls):
-    """What `CudaDevice` asks of CUDA, asked of a machine."""
+class VirtualCalls(StreamCalls):
+    """What `StreamDevice` asks of torch, asked of a machine."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(torch.device(NAME, ACCELERATOR))
@@ -57,9 +56,6 @@ class VirtualCalls(CudaCalls):
     def timed_event(self) -> _Point:
         return _Point(self.machine)
 
-    def capturing(self) -> bool:
-        return False
-
     def now_ns(self) -> int:
         return in_ns(self.machine.now)
 
@@ -68,18 +64,6 @@ class VirtualCalls(CudaCalls):
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
         self.machine.keep(tensor, stream)
-
-    def register(self, address: int, nbytes: int) -> int:
-        return 0
-
-    def unregister(self, address: int) -> int:
-        return 0
-
-    def error_text(self, status: int) -> str:
-        return ""
-
-    def forget_error(self) -> None:
-        return None
 
 
 class _Point:
@@ -114,7 +98,7 @@ def _during(happening: Happening) -> During:
     return During(begin, end)
 
 
-class VirtualDevice(CudaDevice):
+class VirtualDevice(StreamDevice):
     """A CUDA device on paper; where the machine has no accelerator, one that computes on its host's memory."""
 
     def __init__(self, machine: Machine) -> None:
@@ -134,6 +118,9 @@ class VirtualDevice(CudaDevice):
 
     def start(self) -> None:
         return None
+
+    def pins(self) -> bool:
+        return True
 
     def map_host(self, nbytes: int, *, locked: bool = False) -> HostMemory:
         return MemoryRun(self.machine, nbytes, HOST, self.host.index)
@@ -174,9 +161,6 @@ class VirtualDevice(CudaDevice):
 
     def memlock_applies(self) -> bool:
         return False
-
-    def pci_address(self) -> str | None:
-        return None
 
 
 class _Host:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from offload.device import Device, beside, open_device
-from offload.device.cpu import INLINE_NBYTES, CpuDevice
+from offload.device.cpu import CpuDevice
+from offload.device.interface import INLINE_NBYTES
 from offload.errors import CapabilityError, TierError
 from offload.pages import ALIGN, aligned, locked_nbytes, round_up
 from offload.threads import Task

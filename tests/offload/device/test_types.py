@@ -14,8 +14,8 @@ from torch import Tensor
 
 from offload.device import device_guard, memory_statistics, open_device, random_state, set_random_state, used_of
 from offload.device import stream_device as under
+from offload.device.cpu import SynchronousDevice
 from offload.device.stream_device import StreamDevice
-from offload.device.synchronous import SynchronousDevice
 from offload.errors import CapabilityError
 from offload.memory import HostPool
 from offload.pages import ALIGN, round_up
