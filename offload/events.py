@@ -1,8 +1,7 @@
-"""Owns the event interface: what the runtime says about itself while it works, and who hears it.
+"""The event interface: what the runtime says about itself while it works, and who hears it.
 
-The runtime emits through a `Bus`; profilers, progress bars and tests listen as observers. It never prints, never
-writes a file, and never lets an observer's mistake reach the training loop; it needs no more than the standard library.
-"""
+The runtime emits through a `Bus`; profilers, progress bars and tests listen as observers, whose mistakes never reach the
+training loop.  The standard library is all that is needed."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
-"""Which ranges of a file, or of an arena, are free: holes by offset, the best fit taken, neighbours joined.
-
-``disk/disk_tier.py`` asks before each extent and says when the file has grown, ``memory/arena.py`` before each range.  It is
-integers only and never touches a file or memory.
-"""
+"""Which ranges of a file, of an arena or of slabs are free: holes by offset, the best fit taken, neighbours joined."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 
 __all__ = ["Space"]
 
@@ -22,17 +18,28 @@ class Space:
         self.end = start
         self._starts: list[int] = []
         self._nbytes: dict[int, int] = {}
+        #: (bytes, start), so that bisection finds the best fit.
+        self._sizes: list[tuple[int, int]] = []
+
+    def fit(self, nbytes: int, most: int | None = None) -> int | None:
+        """The start of the smallest hole that holds ``nbytes``, the first of several; None if it has more than ``most``."""
+        at = bisect_left(self._sizes, (nbytes,))
+        if at == len(self._sizes) or (most is not None and self._sizes[at][0] > most):
+            return None
+        return self._sizes[at][1]
 
     def take(self, nbytes: int) -> int | None:
         """The start of a range that is no longer free: in the smallest hole that holds it; None when no hole does."""
-        fitting = [(size, start) for start, size in self._nbytes.items() if size >= nbytes]
-        if not fitting:
-            return None
-        size, start = min(fitting)
-        self._remove(start)
+        start = self.fit(nbytes)
+        if start is not None:
+            self.take_at(start, nbytes)
+        return start
+
+    def take_at(self, start: int, nbytes: int) -> None:
+        """The first bytes of the hole at ``start`` are no longer free."""
+        size = self._remove(start)
         if size > nbytes:
             self._insert(start + nbytes, size - nbytes)
-        return start
 
     def place(self, nbytes: int) -> int:
         """The start of such a range; the end moves up where no hole holds it."""
@@ -67,6 +74,11 @@ class Space:
         start, self.end = self.end, self.end + nbytes
         self.give(start, nbytes)
 
+    def give_apart(self, start: int, nbytes: int) -> None:
+        """A range beyond the end is free, which is no neighbour of others."""
+        self._insert(start, nbytes)
+        self.end = start + nbytes
+
     def holes(self) -> list[tuple[int, int]]:
         """The free ranges as (start, nbytes), by start."""
         return [(start, self._nbytes[start]) for start in self._starts]
@@ -74,7 +86,9 @@ class Space:
     def _insert(self, start: int, nbytes: int) -> None:
         self._starts.insert(bisect_left(self._starts, start), start)
         self._nbytes[start] = nbytes
+        insort(self._sizes, (nbytes, start))
 
     def _remove(self, start: int) -> int:
-        del self._starts[bisect_left(self._starts, start)]
-        return self._nbytes.pop(start)
+        nbytes = self._nbytes.pop(start)
+        del self._starts[bisect_left(self._starts, start)], self._sizes[bisect_left(self._sizes, (nbytes, start))]
+        return nbytes

@@ -1,7 +1,6 @@
-"""Owns the settings of torch's CUDA caching allocator: what PYTORCH_ALLOC_CONF may say, read as torch reads it.
+"""The settings of torch's CUDA caching allocator: what PYTORCH_ALLOC_CONF may say, read as torch reads it.
 
-`replay` models the allocator under such settings and `zprof frag` prints the line that sets them. It never changes an
-allocator and imports no torch. Keys, bounds and defaults are those of pytorch's c10/core/AllocatorConfig (torch 2.13).
+Keys, bounds and defaults are those of pytorch's c10/core/AllocatorConfig (torch 2.13).
 """
 
 from __future__ import annotations

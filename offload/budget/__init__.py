@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from offload.budget.account import Account
-from offload.budget.budget import Budget, cannot_admit
-from offload.budget.capacity import ALONE, THIS_MACHINE, Facts, Ranks, available, preflight
-from offload.budget.machine import Bound, Machine, Shared, kept_free
+from offload.budget.budget import Account, Budget, cannot_admit
+from offload.budget.machine import ALONE, THIS_MACHINE, Bound, Facts, Machine, Ranks, Shared, available, kept_free, preflight
 
 __all__ = [
-    "ALONE",
-    "THIS_MACHINE",
-    "Account",
-    "Bound",
-    "Budget",
-    "Facts",
-    "Machine",
-    "Ranks",
-    "Shared",
-    "available",
-    "cannot_admit",
-    "kept_free",
-    "preflight",
-]
+    "ALONE", "THIS_MACHINE", "Account", "Bound", "Budget", "Facts", "Machine", "Ranks", "Shared", "available", "cannot_admit",
+    "kept_free", "preflight",
+]  # fmt: skip

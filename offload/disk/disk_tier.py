@@ -1,7 +1,7 @@
 """The disk tier: extents of one preallocated scratch file, written and read by several threads at once, checksums verified.
 
 ``store/store.py`` allocates an extent a block and starts transfers; the errors of the threads surface where their ``Request``
-is waited for.  It never keeps memory past the transfer that uses it, and nothing of it outlives its process.
+is waited for.  Nothing of the file outlives its process.
 
 Note: [One after the other]
     A request that overlaps one under way on the same extent, unless both read, starts after it: the call waits.  So does
@@ -22,16 +22,13 @@ import threading
 import weakref
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from offload.budget import cannot_admit
-from offload.disk.extent import CHECK, Extent, ExtentState, Request, Verb
-from offload.disk.io import Io, SystemIo
-from offload.disk.kept import Kept
-from offload.disk.scratch import ScratchFile, open_scratch, remove_stale, trouble
+from offload.disk.extent import CHECK, Extent, Kept, Request, Verb
+from offload.disk.scratch import ScratchFile, SystemIo, open_scratch, remove_stale, trouble
 from offload.errors import BudgetError, TierError
 from offload.events import Bus
 from offload.free_ranges import Space
@@ -39,49 +36,14 @@ from offload.pages import ALIGN, round_up
 from offload.text import as_size
 from offload.threads import Workers
 from offload.tier import Tier
-from offload.work import HostWork
 
-__all__ = ["ALIGN", "CHECK", "Disk", "DiskFile", "Extent", "Request"]
+__all__ = ["ALIGN", "CHECK", "DiskFile", "Extent", "Request"]
 
 #: The file grows by at least so much, where limit and disk allow it.
 STEP = 64 << 20
 
 #: What says that there is no space: the disk, a quota, the system's limit on the size of files.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-
-class Disk(Protocol):
-    """What a store needs of the disk tier.
-
-    Attributes:
-        limit: bytes it may hold; None is all that the disk has.
-    """
-
-    path: Path
-    direct: bool
-    limit: int | None
-
-    @property
-    def reserved(self) -> int:
-        """Bytes reserved, used or not."""
-
-    @property
-    def rounded(self) -> int:
-        """Bytes that blocks take beyond what was asked for, for they end on pages of their own."""
-
-    def allocate(self, nbytes: int, key: str) -> Extent: ...
-
-    def free(self, extent: Extent) -> None: ...
-
-    def keep(self, extent: Extent, key: str) -> Kept: ...
-
-    def renew(self, extent: Extent, key: str) -> Extent: ...
-
-    def write(self, extent: Extent, source: Tensor, offset: int = 0, key: str = "") -> HostWork: ...
-
-    def read(self, extent: Extent, into: Tensor, offset: int = 0, key: str = "") -> HostWork: ...
-
-    def close(self) -> None: ...
 
 
 class DiskFile:
@@ -102,6 +64,7 @@ class DiskFile:
         path: the file; its owner alone may read it.
         direct: transfers pass the page cache by; False where the file system cannot do that.
         used: bytes that extents take now, in whole pages; ``high_water`` is the most it ever was.
+        rounded: bytes of those beyond what was asked for, because extents end on pages of their own.
     Raises:
         PolicyError: the folder cannot be used.  TierError: its file system fails.  CapabilityError: the system does not allow
             so many threads; no file is left.
@@ -115,7 +78,7 @@ class DiskFile:
         limit: int | None = None,
         threads: int = 16,
         block: int = 4 << 20,
-        io: Io | None = None,
+        io: SystemIo | None = None,
         bus: Bus | None = None,
     ) -> None:
         assert threads > 0 and block > 0 and "/" not in label, f"{threads} threads, blocks of {block}, label {label}"
@@ -124,15 +87,11 @@ class DiskFile:
         self._file = open_scratch(folder, label, SystemIo() if io is None else io)
         self.path, self.direct = self._file.path, self._file.direct
         self.limit = limit
-        self.used = self.high_water = 0
-        #: Bytes between the ends of extents and of their pages.
-        self._rounded = 0
+        self.used = self.high_water = self.rounded = 0
         self._threads, self._block = threads, -(-block // CHECK) * CHECK
         self._mover = self._file.mover(self._block)
         self._space = Space(self._file.size)
-        self._states: dict[int, ExtentState] = {}
-        #: Freed, but kept for a reader.
-        self._outgrown: dict[int, ExtentState] = {}
+        self._extents: set[Extent] = set()
         self._lock = threading.Lock()
         self._closed = False
         self._workers = Workers("zhooks-disk", threads)
@@ -155,11 +114,6 @@ class DiskFile:
         return self._space.end - ALIGN
 
     @property
-    def rounded(self) -> int:
-        """Bytes that extents take beyond what was asked for."""
-        return self._rounded
-
-    @property
     def holes(self) -> list[tuple[int, int]]:
         """The free ranges of the file as (offset, nbytes), by offset; none touches another."""
         with self._lock:
@@ -180,7 +134,7 @@ class DiskFile:
                 return self._allocate(nbytes, key)
             except BudgetError:
                 with self._lock:
-                    reader = next((state.kept[0] for state in self._outgrown.values() if state.kept), None)
+                    reader = next((extent.kept[0] for extent in self._extents if extent.outgrown and extent.kept), None)
                 if reader is None:
                     raise
             reader.join()
@@ -194,10 +148,10 @@ class DiskFile:
                 self._grow(self._space.lacking(taken), nbytes, key)
                 start = self._space.take(taken)
             assert start is not None
-            extent = Extent(start, nbytes)
-            self._states[start] = ExtentState(extent, key, self.path)
+            extent = Extent(start, nbytes, key, self.path)
+            self._extents.add(extent)
             self.used += taken
-            self._rounded += taken - nbytes
+            self.rounded += taken - nbytes
             self.high_water = max(self.high_water, self.used)
             return extent
 
@@ -208,19 +162,18 @@ class DiskFile:
             with self._lock:
                 if self._closed:
                     return
-                state = self._find(extent)
-                if state.kept:
-                    self._outgrown[extent.offset] = state
+                self._check_own(extent)
+                if extent.kept:
+                    extent.outgrown = True
                     return
-                if not state.flying:
-                    del self._states[extent.offset]
-                    self._outgrown.pop(extent.offset, None)
+                if not extent.flying:
+                    self._extents.remove(extent)
                     taken = _taken(extent.nbytes)
                     self._space.give(extent.offset, taken)
                     self.used -= taken
-                    self._rounded -= taken - extent.nbytes
+                    self.rounded -= taken - extent.nbytes
                     return
-                before = state.flying[0]
+                before = extent.flying[0]
             before.join()
 
     def keep(self, extent: Extent, key: str) -> Kept:
@@ -229,7 +182,8 @@ class DiskFile:
         kept = Kept(extent, lambda into, offset: self.read(extent, into, offset, key), self._let_go)
         with self._lock:
             self._check_open(key)
-            self._find(extent).kept.append(kept)
+            self._check_own(extent)
+            extent.kept.append(kept)
         return kept
 
     def renew(self, extent: Extent, key: str) -> Extent:
@@ -239,7 +193,8 @@ class DiskFile:
             TierError: as ``allocate``; the extent stays the block's.
         """
         with self._lock:
-            readers = list(self._find(extent).kept)
+            self._check_own(extent)
+            readers = list(extent.kept)
         if not readers:
             return extent
         try:
@@ -255,19 +210,20 @@ class DiskFile:
         with self._lock:
             if self._closed:
                 return
-            state = self._find(kept.extent)
-            state.kept.remove(kept)
-            over = not state.kept and kept.extent.offset in self._outgrown
+            extent = kept.extent
+            self._check_own(extent)
+            extent.kept.remove(kept)
+            over = not extent.kept and extent.outgrown
         if over:
-            self.free(kept.extent)
+            self.free(extent)
 
     def _grow(self, lacking: int, nbytes: int, key: str) -> None:
         """Make the file longer by ``lacking`` bytes, and by more where that costs nobody anything."""
         within = None
         if self.limit is not None:
-            within = self.limit + self._rounded + _taken(nbytes) - nbytes - self.reserved
+            within = self.limit + self.rounded + _taken(nbytes) - nbytes - self.reserved
             if lacking > within:
-                used = self.used - self._rounded
+                used = self.used - self.rounded
                 raise cannot_admit(Tier.DISK, key, nbytes, used=used, limit=self.limit, note=f"on {self.path}")
         refused: OSError | None = None
         try:
@@ -303,11 +259,6 @@ class DiskFile:
         self._space.extend(nbytes)
         return None
 
-    def _find(self, extent: Extent) -> ExtentState:
-        state = self._states.get(extent.offset)
-        assert state is not None and state.extent is extent, f"{extent} was freed before, or is not of {self.path}"
-        return state
-
     # Transfers.
 
     def write(self, extent: Extent, source: Tensor, offset: int = 0, key: str = "") -> Request:
@@ -342,7 +293,7 @@ class DiskFile:
         whole = offset % CHECK == 0 and (stop % CHECK == 0 or stop == extent.nbytes) and 0 <= offset <= stop <= extent.nbytes
         assert whole, f"{key}: bytes {offset} to {stop} are not whole CHECKs of {extent}"
         request = Request(verb, key, offset, tensor.numpy())
-        state = self._enter(request, extent)
+        self._enter(request, extent)
         if not request.nbytes:
             request.end()
             return request
@@ -352,31 +303,31 @@ class DiskFile:
         finally:
             # What was entered is submitted, whatever an observer does: the next in line waits for it.
             for start in range(0, request.nbytes, step):
-                self._workers.submit(partial(self._run, state, request, start, min(start + step, request.nbytes)))
+                self._workers.submit(partial(self._run, extent, request, start, min(start + step, request.nbytes)))
         return request
 
-    def _enter(self, request: Request, extent: Extent) -> ExtentState:
+    def _enter(self, request: Request, extent: Extent) -> None:
         """Put the request in its extent's list, once nothing there is in its way."""
         self._check_process(request.key)
         while True:
             with self._lock:
                 self._check_open(request.key)
-                state = self._find(extent)
-                before = next((other for other in state.flying if other.excludes(request)), None)
+                self._check_own(extent)
+                before = next((other for other in extent.flying if other.excludes(request)), None)
                 if before is None:
-                    request.key = request.key or state.key
+                    request.key = request.key or extent.key
                     if request.nbytes:
-                        state.flying.append(request)
+                        extent.flying.append(request)
                     if request.verb is Verb.WRITE:
-                        state.forget(request)
-                    return state
+                        extent.forget(request)
+                    return
             before.join()
 
-    def _run(self, state: ExtentState, request: Request, start: int, stop: int) -> None:
+    def _run(self, extent: Extent, request: Request, start: int, stop: int) -> None:
         """Move one block, in a worker."""
         try:
             if request.error is None:
-                state.move(request, self._mover, start, stop)
+                extent.move(request, self._mover, start, stop)
         except BaseException as error:
             request.fail(error)
         with self._lock:
@@ -384,8 +335,8 @@ class DiskFile:
             if request.left:
                 return
             if request.error is not None and request.verb is Verb.WRITE:
-                state.forget(request)
-            state.flying.remove(request)
+                extent.forget(request)
+            extent.flying.remove(request)
         try:
             self._bus.end(f"disk {request.verb.value}", request.key, request.nbytes)
         except BaseException as error:
@@ -401,7 +352,7 @@ class DiskFile:
             return
         with self._lock:
             self._closed = True
-            flying = [request for state in self._states.values() for request in state.flying]
+            flying = [request for extent in self._extents for request in extent.flying]
         for request in flying:
             request.join()
         self._discard()
@@ -413,6 +364,9 @@ class DiskFile:
                 f"disk tier cannot serve {key}. Expected process {self._file.pid}, which opened {self.path}, found "
                 f"{os.getpid()}; open another file there"
             )
+
+    def _check_own(self, extent: Extent) -> None:
+        assert extent in self._extents, f"{extent} was freed before, or is not of {self.path}"
 
     def _check_open(self, key: str) -> None:
         if self._closed:

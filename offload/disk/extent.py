@@ -1,7 +1,7 @@
-"""One extent of the scratch file: the requests under way on it, the moves of its blocks, and the checksums of what it holds.
+"""One extent of the scratch file: the requests under way on it, the moves of its blocks, the checksums of what it holds, and
+what it holds kept for one who reads it later, while its block goes on in another extent.
 
-``disk_tier.py`` keeps an ``ExtentState`` for every extent and runs its moves in threads.  It never hands out bytes other than
-those last written, never decides where an extent lies, and never waits.
+``disk_tier.py`` runs the moves in threads.
 
 Note: [Trusting the disk]
     The checksum of each CHECK bytes stays in memory, for the file lives no longer than its process.  It is computed from the
@@ -14,19 +14,23 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from offload.disk.io import Bytes, Mover
-from offload.disk.scratch import trouble
+from offload.disk.scratch import Bytes, Mover, trouble
 from offload.errors import TierError
+from offload.pages import aligned
 from offload.text import as_size
-from offload.work import Ending
+from offload.work import Ending, HostWork
 
-__all__ = ["CHECK", "Extent", "ExtentState", "Request", "Verb"]
+__all__ = ["CHECK", "Extent", "Kept", "KeptRange", "ReadAhead", "Request", "Verb"]
 
 #: A checksum covers so many bytes of an extent: whole chunks can be rewritten alone.
 CHECK = 1 << 20
@@ -39,19 +43,6 @@ class Verb(Enum):
 
     READ = "read"
     WRITE = "write"
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A range of the file; it is known by identity, so one that was freed is not mistaken for its successor.
-
-    Attributes:
-        offset: in the file, a multiple of ALIGN.
-        nbytes: exact; what it takes of the file is whole pages.
-    """
-
-    offset: int
-    nbytes: int
 
 
 class Request(Ending):
@@ -110,24 +101,32 @@ class Request(Ending):
         return not apart and Verb.WRITE in (self.verb, other.verb)
 
 
-class ExtentState:
-    """An allocated extent and what it holds; moves of different chunks may run at once.
+class Extent:
+    """A range of the file and what it holds; known by identity, so one that was freed is not mistaken for its successor.
+
+    Moves of different chunks may run at once.
 
     Attributes:
+        offset: in the file, a multiple of ALIGN.
+        nbytes: exact; what it takes of the file is whole pages.
         flying: the requests under way.
-        kept: readers for whom it stays as it is.  The disk tier's lock guards both.
+        kept: readers for whom it stays as it is.
+        outgrown: freed, but kept for a reader.  The disk tier's lock guards these three.
     """
 
-    __slots__ = ("_path", "_sums", "_written", "extent", "flying", "kept", "key")
+    __slots__ = ("_path", "_sums", "_written", "flying", "kept", "key", "nbytes", "offset", "outgrown")
 
-    def __init__(self, extent: Extent, key: str, path: Path) -> None:
-        chunks = -(-extent.nbytes // CHECK)
-        self.extent, self.key = extent, key
+    def __init__(self, offset: int, nbytes: int, key: str, path: Path) -> None:
+        self.offset, self.nbytes, self.key, self._path = offset, nbytes, key, path
         self.flying: list[Request] = []
         self.kept: list[Ending] = []
-        self._path = path
+        self.outgrown = False
+        chunks = -(-nbytes // CHECK)
         self._sums = array("Q", bytes(8 * chunks))
         self._written = bytearray(chunks)
+
+    def __repr__(self) -> str:
+        return f"Extent({self.offset}, {self.nbytes}, {self.key!r})"
 
     def forget(self, request: Request) -> None:
         """The chunks of a write hold nothing that may be read."""
@@ -143,20 +142,20 @@ class ExtentState:
         assert request.memory is not None
         memory = request.memory[start:stop]
         at = request.offset + start
-        subject = f"disk tier cannot {request.verb.value} {request.key} ({as_size(self.extent.nbytes)})"
+        subject = f"disk tier cannot {request.verb.value} {request.key} ({as_size(self.nbytes)})"
         try:
             if request.verb is Verb.WRITE:
                 self._write(mover, memory, at, subject)
             else:
                 self._read(mover, memory, at, subject)
         except OSError as error:
-            where = self.extent.offset + at
+            where = self.offset + at
             raise TierError(f"{subject}: byte {where} of {self._path}: {trouble(error)}") from error
 
     def _write(self, mover: Mover, memory: Bytes, at: int, subject: str) -> None:
         # Before the write: bytes that somebody changes meanwhile must not count as those that were meant.
         sums = array("Q", (xxh3_64_intdigest(chunk.data) for chunk in _checked(memory)))
-        where = self.extent.offset + at
+        where = self.offset + at
         moved = mover.write(memory, where)
         if moved < memory.size:
             raise TierError(
@@ -168,11 +167,11 @@ class ExtentState:
         self._written[first : first + len(sums)] = b"\1" * len(sums)
 
     def _read(self, mover: Mover, memory: Bytes, at: int, subject: str) -> None:
-        first, where = at // CHECK, self.extent.offset + at
+        first, where = at // CHECK, self.offset + at
         hollow = self._written.find(0, first, first + -(-memory.size // CHECK))
         if hollow >= 0:
             raise TierError(
-                f"{subject}: byte {self.extent.offset + hollow * CHECK} of {self._path} was never written, or its write "
+                f"{subject}: byte {self.offset + hollow * CHECK} of {self._path} was never written, or its write "
                 "failed or has not finished; write the block again"
             )
         moved = mover.read(memory, where)
@@ -194,3 +193,111 @@ class ExtentState:
 def _checked(memory: Bytes) -> list[Bytes]:
     return [memory[start : start + CHECK] for start in range(0, memory.size, CHECK)]
 
+
+# --- kept for a reader --------------------------------------------------------------------------------------------------
+
+#: Read at once, and how many of those are in memory: one is used while the others are read, so that neither waits.
+_WINDOW, _WINDOWS = 8 * CHECK, 3
+
+
+class Kept(Ending):
+    """An extent's bytes as they are now; over once it is closed.
+
+    Args:
+        read: starts filling memory from an offset, as ``Disk.read``.
+        release: the extent is needed no longer.
+    """
+
+    def __init__(self, extent: Extent, read: Callable[[Tensor, int], HostWork], release: Callable[[Kept], None]) -> None:
+        super().__init__()
+        self.extent, self.read, self._release = extent, read, release
+
+    def close(self) -> None:
+        """Idempotent; not while it is read."""
+        if not self.done():
+            self._release(self)
+            self.end()
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRange:
+    """Bytes ``start`` to ``stop`` of what an extent held."""
+
+    kept: Kept
+    start: int
+    stop: int
+
+    def windows(self) -> Iterator[KeptRange]:
+        """What is read at once, in order, so that it has all of this."""
+        for first in range(self.start - self.start % _WINDOW, self.stop, _WINDOW):
+            yield KeptRange(self.kept, first, min(first + _WINDOW, self.kept.extent.nbytes))
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class ReadAhead:
+    """Kept ranges that are read once and in order, on any one thread: the next are under way while one is used.
+
+    Args:
+        ranges: all of them; none is closed before it was read.
+    """
+
+    def __init__(self, ranges: Sequence[KeptRange]) -> None:
+        planned: deque[KeptRange] = deque()
+        for window in (window for each in ranges for window in each.windows()):
+            # Ranges that lie side by side share one.
+            if not planned or planned[-1] != window:
+                planned.append(window)
+        self._ranges, self._planned = deque(ranges), planned
+        self._nbytes = max(map(len, planned), default=0)
+        self._begun: deque[tuple[KeptRange, Tensor, HostWork]] = deque()
+        self._open: tuple[KeptRange, Tensor] | None = None
+        self._idle: list[Tensor] = []
+
+    def chunks(self, place: KeptRange) -> Iterator[Tensor]:
+        """The bytes of ``place``, the next of the ranges, in order, uint8; a chunk is valid until the next is asked for.
+
+        Raises:
+            TierError: they cannot be read, or are not what was written.
+        """
+        planned = self._ranges.popleft()
+        assert place == planned, f"expected {planned} to be asked for, found {place}"
+        for window in place.windows():
+            memory = self._opened(window)
+            yield memory[max(place.start - window.start, 0) : min(place.stop, window.stop) - window.start]
+        if not self._ranges:
+            self.close()
+
+    def _opened(self, window: KeptRange) -> Tensor:
+        if self._open is None or self._open[0] != window:
+            if self._open is not None:
+                self._idle.append(self._open[1])
+                self._open = None
+            self._begin()
+            found, memory, work = self._begun[0]
+            assert found == window, f"expected {window} to be read, found {found}"
+            # Nothing of it counts until all of it is there.
+            work.synchronize()
+            self._begun.popleft()
+            self._open = window, memory
+        return self._open[1]
+
+    def _begin(self) -> None:
+        """Read as far ahead as there is memory for."""
+        while self._planned and len(self._begun) < _WINDOWS:
+            window = self._planned[0]
+            memory = self._idle.pop() if self._idle else aligned(self._nbytes)
+            work = window.kept.read(memory[: len(window)], window.start)
+            self._begun.append((window, memory, work))
+            self._planned.popleft()
+
+    def close(self) -> None:
+        """Nothing is read any more when this returns, and its memory is free; idempotent."""
+        self._planned.clear()
+        for _, _, work in self._begun:
+            with suppress(TierError):
+                work.synchronize()
+        self._begun.clear()
+        self._idle.clear()
+        self._open = None

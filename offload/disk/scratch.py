@@ -1,13 +1,20 @@
-"""The scratch file itself: opened private and direct where the file system allows, grown in steps, removed with its process.
+"""The scratch file itself: opened private and direct where the file system allows, grown in steps, removed with its process;
+the system's calls that it makes, and whole transfers between it and memory.
 
-``disk_tier.py`` opens one, and with it the stale files of dead processes in the same folder go.  It never touches a file of a
-living process, of another machine or of a format it does not know, and never removes a file from a forked child.
+``disk_tier.py`` opens one, and with it the stale files of dead processes in the same folder go: never a file of a living
+process, of another machine or of a format that is not known.
 
 Note: [Whose file]
     The first page says who owns the file: machine, boot, process id space, process id, and when that process started, for
     ids are used again.  The owner also locks the file.  A file is stale when its machine is this one, its process is
     certainly over (an earlier boot, or the same id space without that process) and nobody holds the lock, which covers
     machines that share a name and a folder.  Whatever is in doubt stays.
+
+Note: [Aligned or bounced]
+    Direct I/O wants memory, length and file offset on pages.  What starts on a page goes from where it lies, and only a
+    ragged tail, less than a page, passes through a bounce buffer as the second element of the same vectored call.  What
+    starts elsewhere passes through the bounce buffer whole.  There are never more buffers than threads, and the system
+    commits only the pages of one that were used.
 """
 
 from __future__ import annotations
@@ -19,21 +26,149 @@ import os
 import secrets
 import socket
 import stat
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from offload.budget import kept_free
-from offload.disk.io import Bytes, Io, Mover
 from offload.errors import PolicyError, TierError
-from offload.pages import ALIGN, aligned
+from offload.pages import ALIGN, aligned, round_up
 from offload.private_files import make_folders
 from offload.regular_files import planted_link
 
-__all__ = ["Owner", "ScratchFile", "open_scratch", "remove_stale", "started_ticks", "trouble"]
+__all__ = [
+    "BufferedIo", "Bytes", "Mover", "Owner", "ScratchFile", "SystemIo", "open_scratch", "remove_stale", "started_ticks",
+    "trouble",
+]  # fmt: skip
+
+#: 1-D bytes that somebody else owns.
+Bytes = npt.NDArray[np.uint8]
+
+#: A system's call that moves some bytes between a file and buffers.
+Call = Callable[[int, Sequence[Bytes], int], int]
+#: So often a call may move less than a page before the file counts as ended; it happens at the end of a truncated file.
+STALLS = 3
+
+
+class SystemIo:
+    """The system's calls that a disk tier makes; Python repeats those that a signal interrupts.
+
+    All raise OSError, and any transfer may move less than it was asked to; tests put faulty ones in their place.
+    """
+
+    def open(self, path: Path, flags: int, dir_fd: int | None = None) -> int:
+        """A descriptor; a file that is created is its owner's alone (0600)."""
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=dir_fd)
+
+    def preadv(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        """Bytes read into ``buffers``; 0 at the end of the file."""
+        return os.preadv(fd, [buffer.data for buffer in buffers], offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        """Bytes written from ``buffers``."""
+        return os.pwritev(fd, [buffer.data for buffer in buffers], offset)
+
+    def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
+        """Make the file hold the range, with space for it on the disk."""
+        os.posix_fallocate(fd, offset, nbytes)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes)
+
+    def free_nbytes(self, fd: int) -> tuple[int, int]:
+        """What this process may still write on the file's file system, and the size of all of that."""
+        status = os.fstatvfs(fd)
+        return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+
+
+class BufferedIo(SystemIo):
+    """The system's calls on a file system that is said not to do direct I/O."""
+
+    def open(self, path: Path, flags: int, dir_fd: int | None = None) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return super().open(path, flags, dir_fd)
+
+
+class Mover:
+    """Moves whole ranges between memory and one open file; any number of threads at once.
+
+    Args:
+        direct: the descriptor wants pages: see Note [Aligned or bounced].
+        bounce_nbytes: the longest range that will be asked for.
+    """
+
+    def __init__(self, io: SystemIo, fd: int, *, direct: bool, bounce_nbytes: int) -> None:
+        self._io, self._fd = io, fd
+        self._align = ALIGN if direct else 1
+        self._bounce_nbytes = round_up(bounce_nbytes)
+        self._idle: list[Bytes] = []
+
+    def write(self, memory: Bytes, offset: int) -> int:
+        """Write ``memory`` at ``offset``, a multiple of ALIGN, and whole pages of it; bytes taken before it went no further."""
+        return self._move(self._io.pwritev, memory, offset, writes=True)
+
+    def read(self, memory: Bytes, offset: int) -> int:
+        """Fill ``memory`` from ``offset``, a multiple of ALIGN; fewer bytes than asked for where the file ends."""
+        return self._move(self._io.preadv, memory, offset, writes=False)
+
+    def _move(self, call: Call, memory: Bytes, offset: int, *, writes: bool) -> int:
+        """See Note [Aligned or bounced]."""
+        lies = memory.ctypes.data % self._align == 0
+        here = memory.size // self._align * self._align if lies else 0
+        whole, tail = memory[:here], memory[here:]
+        if not tail.size:
+            return self._whole(call, [whole], offset)
+        try:
+            bounce = self._idle.pop()
+        except IndexError:
+            bounce = aligned(self._bounce_nbytes).numpy()
+        try:
+            padded = bounce[: round_up(tail.size)]
+            if writes:
+                np.copyto(padded[: tail.size], tail)
+                padded[tail.size :] = 0
+            moved = self._whole(call, [whole, padded], offset)
+            if not writes:
+                np.copyto(tail, padded[: tail.size])
+            return min(memory.size, moved)
+        finally:
+            self._idle.append(bounce)
+
+    def _whole(self, call: Call, buffers: list[Bytes], offset: int) -> int:
+        """Repeat ``call`` where it moved less than everything; the bytes moved when it moves no more."""
+        total = sum(buffer.size for buffer in buffers)
+        moved = stalls = 0
+        while moved < total and stalls < STALLS:
+            try:
+                count = call(self._fd, _from(buffers, moved), offset + moved)
+            except InterruptedError:
+                continue
+            if count == 0:
+                break
+            # Direct I/O cannot go on within a page: what was moved of it is moved again.
+            step = count // self._align * self._align
+            stalls = 0 if step else stalls + 1
+            moved += step
+        return moved
+
+
+def _from(buffers: list[Bytes], skipped: int) -> list[Bytes]:
+    """What is left of ``buffers`` after their first ``skipped`` bytes."""
+    left = []
+    for buffer in buffers:
+        if skipped < buffer.size:
+            left.append(buffer[skipped:])
+        skipped = max(0, skipped - buffer.size)
+    return left
+
+
+# --- the file and its owner ------------------------------------------------------------------------------------------------
 
 MAGIC = "zhooks scratch 1"
 PATTERN = "zhooks-*.scratch"
@@ -128,7 +263,7 @@ class ScratchFile:
         size: bytes the file holds, its first page among them; ``grow`` alone changes it.
     """
 
-    def __init__(self, path: Path, io: Io, plain_fd: int, direct_fd: int | None) -> None:
+    def __init__(self, path: Path, io: SystemIo, plain_fd: int, direct_fd: int | None) -> None:
         self.path = path
         self.direct = direct_fd is not None
         self.size = ALIGN
@@ -170,7 +305,7 @@ class ScratchFile:
                 os.close(fd)
 
 
-def open_scratch(folder: Path, label: str, io: Io) -> ScratchFile:
+def open_scratch(folder: Path, label: str, io: SystemIo) -> ScratchFile:
     """A new file in ``folder``, which is created where it is missing.
 
     Raises:
@@ -214,7 +349,7 @@ def open_scratch(folder: Path, label: str, io: Io) -> ScratchFile:
     return file
 
 
-def _open_direct(path: Path, io: Io, plain_fd: int, page: Bytes) -> int | None:
+def _open_direct(path: Path, io: SystemIo, plain_fd: int, page: Bytes) -> int | None:
     """A second descriptor past the page cache, tried with the first page; None where the file system does not have that."""
     fd: int | None = None
     try:

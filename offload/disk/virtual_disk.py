@@ -40,7 +40,6 @@ class VirtualDisk:
         self._machine, self._bus = machine, Bus() if bus is None else bus
         self._space = Space(ALIGN)
         self.rounded = 0
-        self._keys: dict[int, str] = {}
         #: Requests take their time one after the other, and are in no order but for who waits for them.
         self._lanes = [machine.side(f"disk {number}") for number in range(_LANES)]
         self._asked = 0
@@ -61,15 +60,13 @@ class VirtualDisk:
         assert start is not None
         self.used += taken
         self.rounded += taken - nbytes
-        self._keys[start] = key
-        return Extent(start, nbytes)
+        return Extent(start, nbytes, key, self.path)
 
     def free(self, extent: Extent) -> None:
         taken = max(ALIGN, round_up(extent.nbytes))
         self._space.give(extent.offset, taken)
         self.used -= taken
         self.rounded -= taken - extent.nbytes
-        del self._keys[extent.offset]
 
     def keep(self, extent: Extent, key: str) -> NoReturn:
         raise SimulationError(
@@ -88,7 +85,7 @@ class VirtualDisk:
     def _move(self, verb: Verb, extent: Extent, tensor: Tensor, key: str) -> HostWork:
         """By the disk's own threads, one request after the other, after what the host has done so far."""
         machine, what = self._machine, f"disk {verb.value}"
-        key = key or self._keys[extent.offset]
+        key = key or extent.key
         before, lane = (self._lanes[number % _LANES] for number in (self._asked - 1, self._asked))
         self._asked += 1
         lane.ready = before.ready

@@ -1,4 +1,4 @@
-"""Owns the compiled loops: one pass over memory for each optimizer update.
+"""The compiled loops: one pass over memory for each optimizer update.
 
 `updates.py` imports it when a kernel is first used, because numba costs memory and time that a run without it
 should not pay; each factory below compiles one variant at its first call.  A loop checks nothing and takes addresses.

@@ -1,15 +1,13 @@
-"""Owns stochastic rounding: fp32 values become bf16, up or down with probabilities that leave their mean as it was.
+"""Stochastic rounding: fp32 values become bf16, up or down with probabilities that leave their mean as it was.
 
-``zhooks/optim/rounding.py`` calls it where torch updates, and ``loops.py`` emits the same noise into its own passes.  It
-knows tensors and numbers, draws from no generator of torch's, and keeps no state.
+``zhooks/optim/rounding.py`` calls it where torch updates, and ``loops.py`` emits the same noise into its own passes.
 
 Note: [Noise]
     A bf16 value is the upper half of an fp32 one.  Added to the lower half, sixteen uniform bits carry into the upper half
     with the probability that the lower half is of its whole: the mean of what remains when the lower half is dropped is the
     value itself (arXiv:1502.02551; for bf16 training arXiv:2010.06192).  Values that bf16 can say never carry.  The bits of
     an element are a hash of a key and of its place in the parameter, so that neither ranks nor tiers nor the split into
-    passes change them; a key is drawn from seed, parameter name and the count of its roundings.
-"""
+    passes change them; a key is drawn from seed, parameter name and the count of its roundings."""
 
 from __future__ import annotations
 

@@ -1,16 +1,14 @@
-"""Owns the threads that share one pass over memory: each takes the next chunk of elements until none is left.
+"""The threads that share one pass over memory: each takes the next chunk of elements until none is left.
 
-`updates.py` calls it with a compiled loop that claims its chunks by an atomic counter, without the interpreter's lock.  The
-threads are plain ones, because numba's own layers either refuse two callers at once or bring a second OpenMP beside
-torch's; it never looks at what is computed.
+The compiled loop claims its chunks by an atomic counter, without the interpreter's lock.  The threads are plain ones, because
+numba's own layers either refuse two callers at once or bring a second OpenMP beside torch's.
 
 Note: [Cores of a rank]
     torchrun gives every rank one thread (OMP_NUM_THREADS=1) where the user has set no number, and an update of a billion
     elements would run on one core of a machine of many.  So a rank that a launcher has started with others, and whose
     number of threads is one, updates on its share of the cores: the process' own divided by the ranks of this machine.  The
     threads are bound to them, or all ranks' threads would begin on the same ones.  A number that the user has chosen stands,
-    and its threads run on any core.
-"""
+    and its threads run on any core."""
 
 from __future__ import annotations
 

@@ -1,15 +1,13 @@
-"""Owns the optimizer updates on host memory: gradient, fp32 state, fp32 master and 16-bit copy in one pass over each.
+"""The optimizer updates on host memory: gradient, fp32 state, fp32 master and 16-bit copy in one pass over each.
 
-Whoever steps an optimizer whose state is on the host calls `adam`, `sgd` or `lion` with tensors and numbers.  It knows no
-optimizer object, group or unit, allocates nothing as large as its tensors, and imports numba when a kernel is first used.
+Nothing as large as the tensors is allocated, and numba is imported when a kernel is first used.
 
 Note: [Agreement with torch]
     Each kernel does torch's single-tensor operations in torch's order, with its fused products.  SGD and Lion then
     have the same bits as torch's vectorised operators (AVX2, AVX-512), and so have Adam's moments where nothing but the
     gradient enters them; Adam's quotient differs in the last place, because the square root here rounds correctly and
     torch's (MKL) does not always.  Over 100 steps in fp32 a parameter stays within `RTOL` of torch's, relative to the
-    larger of its own magnitude and the learning rate (measured: 4e-6).
-"""
+    larger of its own magnitude and the learning rate (measured: 4e-6)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Memory reserved ahead for what lives long, so that what lives briefly never strands between it (MD).
 
 ``zhooks/unit/buffer_pool.py`` takes ranges for shards, gathered units and sums, ``zhooks/activation/inputs.py`` for what
-recomputed units keep; the sizes are a plan's (``zhooks/plan/arena.py``).  It never moves anything, and never hands out memory
-that anybody still holds.
+recomputed units keep; the sizes are a plan's (``zhooks/plan/arena.py``).
 
 Source: ZeRO, arXiv:1910.02054, sections 3.2 and 6.3.
 
@@ -22,8 +21,7 @@ Note: [One region a use]
 Note: [Streams]
     The caching allocator keeps freed memory for the stream it was allocated on.  A region knows one stream, the one it was
     reserved on: a request on another is the allocator's.  Copies keep their tensors until the current stream waits for them
-    (``device/streams.py``), so that a range is only free once its own stream comes after its last use.
-"""
+    (``device/streams.py``), so that a range is only free once its own stream comes after its last use."""
 
 from __future__ import annotations
 

@@ -1,12 +1,7 @@
-"""Short-lived values of a pass: put away when saved, back ahead of use, freed when dropped."""
+"""Short-lived values of a pass, moved to a slower tier while nobody needs them."""
 
 from __future__ import annotations
 
-from offload.stash.saved import Saved
-from offload.stash.stash import Limits, Stash
+from offload.stash.stash import Limits, Saved, Stash
 
-__all__ = [
-    "Limits",
-    "Saved",
-    "Stash",
-]
+__all__ = ["Limits", "Saved", "Stash"]

@@ -1,14 +1,18 @@
 """Short-lived values of a pass on a slower tier: copied out when they are saved, back ahead of their use, freed when dropped.
 
 ``zhooks/activation/saved.py`` puts what autograd saves and opens it again in backward; copies are made by the device's copy
-stream and the scratch file's threads.  It knows tensors and tiers, never models, and never keeps a tensor's own memory alive
-once its copy is made.
+stream and the scratch file's threads.  A tensor's own memory is not kept alive once its copy is made; autograd keeps a
+``Saved``, and a copy lives as long as one of it does.
 
 Note: [One copy an extent]
     What is copied is a range of a storage, so that views share it.  A storage is known by its address together with a weak
     reference, which keeps the address from being used again but not the memory.  A view that spans more than half of its
     storage takes the whole of it: the slices of one projection (q, k and v) then share a copy whichever is saved first.
     Versions show whether the bytes are still those that were copied.
+
+Note: [Freed when dropped]
+    Finalizers run anywhere, on any thread, inside any call, so that of a copy only leaves a ``_Note``; the stash reads it at
+    its next call.
 """
 
 from __future__ import annotations
@@ -20,20 +24,23 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.device import keep
 from offload.errors import BudgetError, TierError
 from offload.events import HERE, Bus, Here
-from offload.stash.saved import START, Copy, Note, Saved, extent_of
-from offload.store import Allocation, Allocator, Pools, Transfers
+from offload.store import Allocation, Allocator, Pools
 from offload.tier import Tier
 from offload.work import DONE, HostWork, during
 
-__all__ = ["Limits", "Stash"]
+__all__ = ["Limits", "Saved", "Stash"]
 
+#: Copies start on this many bytes, so that kernels find one aligned as they found the original.
+_START = 64
 #: How many copies to look through for one worth fetching ahead.
 _LOOK = 32
 
@@ -58,9 +65,76 @@ class _Departure:
     """A copy on its way out."""
 
     work: HostWork
-    copy: weakref.ref[Copy]
+    copy: weakref.ref[_Copy]
     key: str
     nbytes: int
+
+
+class _Copy:
+    """One range of one storage: still in its own memory (``source``), under way, or away."""
+
+    __slots__ = (
+        "__weakref__", "_notes", "address", "arriving", "away", "back", "data", "key", "leaving", "lost", "nbytes", "number",
+        "reads", "saves", "source", "start", "storage", "version",
+    )  # fmt: skip
+
+    def __init__(self, key: str, number: int, tensor: Tensor, span: tuple[int, int], notes: deque[_Note]) -> None:
+        storage = tensor.untyped_storage()
+        self.key, self.number, self.start, self.nbytes = key, number, span[0], span[1] - span[0]
+        self.address, self.data, self.version = int(storage._cdata), storage.data_ptr(), int(tensor._version)
+        self.storage = StorageWeakRef(storage)
+        self.source: Tensor | None = _bytes_of(storage, span[0], self.nbytes)
+        self.away: Allocation | None = None
+        self.back: Allocation | None = None
+        self.leaving: HostWork = DONE
+        self.arriving: HostWork = DONE
+        #: Why its values are gone, in words: an error would keep the frames it passed through alive.
+        self.lost: str | None = None
+        self.saves = self.reads = 0
+        self._notes = notes
+
+    def holds(self, tensor: Tensor, span: tuple[int, int]) -> bool:
+        """These bytes of the tensor's storage, unchanged, lie in this copy."""
+        return (
+            self.version == tensor._version
+            and self.start <= span[0]
+            and span[1] <= self.start + self.nbytes
+            and self.data == tensor.untyped_storage().data_ptr()
+            and self.lost is None
+        )
+
+    def __del__(self) -> None:
+        kept = self.nbytes if self.source is not None else 0
+        allocations = tuple(allocation for allocation in (self.away, self.back) if allocation is not None)
+        self._notes.append(_Note(self.number, self.address, kept, (self.leaving, self.arriving), allocations))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Saved:
+    """A tensor that was put: its copy and its geometry in it, and what shows whether it was changed since.
+
+    Attributes:
+        probe: an empty tensor that shares the original's version counter.
+        offset: bytes from the start of the copy.
+    """
+
+    copy: _Copy
+    probe: Tensor
+    version: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Note:
+    """A copy that nobody refers to any more, and what it left."""
+
+    number: int
+    address: int
+    kept: int
+    works: tuple[HostWork, HostWork]
+    allocations: tuple[Allocation, ...]
 
 
 class Stash:
@@ -82,16 +156,15 @@ class Stash:
         #: Where compute reads values; what was put away to there never comes back.
         self._back_on = Tier.HOST if pools.device.addresses_host else Tier.DEVICE
         # A model's own activations are not charged to the device's budget, and neither is what comes back.
-        self._allocations = Allocator(pools, uncharged=Tier.DEVICE)
-        self._transfers = Transfers(pools, self._allocations, self._take)
-        self._notes: deque[Note] = deque()
-        self._copies: dict[int, weakref.ref[Copy]] = {}
+        self._allocations = Allocator(pools, uncharged=Tier.DEVICE, buffer=partial(self._take, Tier.HOST, private=True))
+        self._notes: deque[_Note] = deque()
+        self._copies: dict[int, weakref.ref[_Copy]] = {}
         self._numbers: list[int] = []
-        self._storages: dict[int, list[weakref.ref[Copy]]] = {}
-        self._kept: deque[weakref.ref[Copy]] = deque()
+        self._storages: dict[int, list[weakref.ref[_Copy]]] = {}
+        self._kept: deque[weakref.ref[_Copy]] = deque()
         self._kept_nbytes = 0
         self._departures: list[_Departure] = []
-        self._failed: list[weakref.ref[Copy]] = []
+        self._failed: list[weakref.ref[_Copy]] = []
         self._empty: dict[torch.dtype, Tensor] = {}
         self._next = 0
         # Autograd may run nodes of two devices on two threads.
@@ -105,14 +178,15 @@ class Stash:
         Raises:
             BudgetError: the tier is full.  TierError: an earlier transfer of a value still needed has failed.
         """
-        span = extent_of(tensor)
+        span = _extent_of(tensor)
         known = self._storages.get(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
         nbytes, least = span[1] - span[0], self.limits.min_nbytes if least is None else least
         if nbytes == 0 or (known is None and nbytes < least):
             return None
         with self._lock:
             self._sweep()
-            copy = self._find(known, tensor, span)
+            copies = (reference() for reference in known or ())
+            copy = next((one for one in copies if one is not None and one.holds(tensor, span)), None)
             if copy is None:
                 if nbytes < least:
                     return None
@@ -124,18 +198,11 @@ class Stash:
             offset = int(tensor.storage_offset() * tensor.element_size()) - copy.start
             return Saved(copy, probe, tensor._version, tensor.shape, tensor.stride(), offset)
 
-    def _find(self, known: list[weakref.ref[Copy]] | None, tensor: Tensor, span: tuple[int, int]) -> Copy | None:
-        for reference in known or ():
-            copy = reference()
-            if copy is not None and copy.holds(tensor, span):
-                return copy
-        return None
-
-    def _new(self, tensor: Tensor, span: tuple[int, int]) -> Copy:
+    def _new(self, tensor: Tensor, span: tuple[int, int]) -> _Copy:
         whole = tensor.untyped_storage().nbytes()
-        span = (0, whole) if 2 * (span[1] - span[0]) > whole else (span[0] - span[0] % START, span[1])
+        span = (0, whole) if 2 * (span[1] - span[0]) > whole else (span[0] - span[0] % _START, span[1])
         number, self._next = self._next, self._next + 1
-        copy = Copy(f"{self._label()} activation {number}", number, tensor, span, self._notes)
+        copy = _Copy(f"{self._label()} activation {number}", number, tensor, span, self._notes)
         reference = weakref.ref(copy)
         self._copies[number] = reference
         insort(self._numbers, number)
@@ -151,7 +218,7 @@ class Stash:
                 self._send(oldest)
         return copy
 
-    def _send(self, copy: Copy) -> None:
+    def _send(self, copy: _Copy) -> None:
         source = copy.source
         assert source is not None
         # Whatever comes of it: the transfer keeps the memory alive until it is over, and nothing of ours does.
@@ -159,7 +226,7 @@ class Stash:
         try:
             self._make_way(copy.nbytes)
             copy.away = self._take(self._tier, copy.key, copy.nbytes)
-            copy.leaving = self._transfers.write(source, copy.away.memory, copy.key, detached=True)
+            copy.leaving = self._allocations.write(source, copy.away.memory, copy.key, detached=True)
         except BaseException as error:
             copy.lost = f"{copy.key} was not offloaded: {error}"
             raise
@@ -220,7 +287,7 @@ class Stash:
                 self._drop(copy)
             return values
 
-    def _bring(self, copy: Copy) -> Tensor:
+    def _bring(self, copy: _Copy) -> Tensor:
         self._land(copy)
         if self._bus.active:
             self._bus.begin("unstash", copy.key, copy.nbytes, at=HERE)
@@ -235,7 +302,7 @@ class Stash:
             self._bus.end("unstash", copy.key, copy.nbytes, at=during(copy.arriving) or HERE)
         return base
 
-    def _land(self, copy: Copy) -> None:
+    def _land(self, copy: _Copy) -> None:
         """Wait until a copy is away."""
         if copy.lost is None:
             self._bus.begin("wait stash", copy.key, at=HERE)
@@ -247,14 +314,14 @@ class Stash:
         if copy.lost is not None:
             raise TierError(copy.lost)
 
-    def _fetch(self, copy: Copy) -> None:
+    def _fetch(self, copy: _Copy) -> None:
         """Start bringing a copy back."""
         if copy.back is not None:
             return
         assert copy.away is not None
         back = self._take(self._back_on, copy.key, copy.nbytes)
         try:
-            copy.arriving = self._transfers.read(copy.away.memory, back.values, copy.key)
+            copy.arriving = self._allocations.read(copy.away.memory, back.values, copy.key)
         except BaseException:
             self._allocations.free(back)
             raise
@@ -278,7 +345,7 @@ class Stash:
                     # Raised again where somebody asks for it; this was only early.
                     return
 
-    def _arrive(self, copy: Copy) -> Tensor:
+    def _arrive(self, copy: _Copy) -> Tensor:
         back = copy.back
         assert back is not None
         self._bus.begin("wait unstash", copy.key, copy.nbytes, at=HERE)
@@ -293,7 +360,7 @@ class Stash:
         keep(back.values)
         return back.values
 
-    def _drop(self, copy: Copy) -> None:
+    def _drop(self, copy: _Copy) -> None:
         """Keep what was brought back only as long as somebody has a view of it."""
         back, copy.back, copy.reads = copy.back, None, 0
         if back is not None:
@@ -359,3 +426,19 @@ class Stash:
             self._catch_up()
             copies = (reference() for reference in self._copies.values())
             return sum(copy.nbytes for copy in copies if copy is not None and copy.away is not None)
+
+
+def _extent_of(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a strided tensor spans: (start, stop)."""
+    size, first = tensor.element_size(), tensor.storage_offset()
+    if tensor.is_contiguous():
+        return int(first * size), int((first + tensor.numel()) * size)
+    if tensor.numel() == 0:
+        return int(first * size), int(first * size)
+    last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(first * size), int((first + last + 1) * size)
+
+
+def _bytes_of(storage: torch.UntypedStorage, start: int, nbytes: int) -> Tensor:
+    """A range of a storage as 1-D uint8, with a version counter of its own."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (nbytes,), (1,))

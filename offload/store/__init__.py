@@ -3,20 +3,7 @@
 from __future__ import annotations
 
 from offload.store.allocation import Allocation, Allocator, Pools
-from offload.store.block import Block, BlockRange, owner_of
-from offload.store.lease import Lease, Mode
+from offload.store.block import Block, BlockRange, Lease, Mode, owner_of
 from offload.store.store import Store
-from offload.store.transfer import Transfers
 
-__all__ = [
-    "Allocation",
-    "Allocator",
-    "Block",
-    "BlockRange",
-    "Lease",
-    "Mode",
-    "Pools",
-    "Store",
-    "Transfers",
-    "owner_of",
-]
+__all__ = ["Allocation", "Allocator", "Block", "BlockRange", "Lease", "Mode", "Pools", "Store", "owner_of"]

@@ -1,7 +1,7 @@
-"""Memory of a tier, charged from when it is taken until it is given back, whatever it is for.
+"""Memory of a tier, charged from when it is taken until it is given back, and the transfers between it and where its values are
+used: one contiguous transfer each way, two (through host memory) between a disk and a device.
 
-``store.py`` takes one for each block and each buffer that a block passes through, ``stash/stash.py`` one for each copy.
-Admission to the budget and the memory itself are one act here.  It never moves data and never knows what lies there.
+``store.py`` takes memory for each block and each buffer that a block passes through, ``stash/stash.py`` for each copy.
 
 Note: [Given back later]
     Memory must not become another's under the eyes of somebody who has a view of it, nor while something moves there.  What is
@@ -11,6 +11,7 @@ Note: [Given back later]
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -23,9 +24,9 @@ from offload.disk import Disk, Extent
 from offload.errors import ZhooksError
 from offload.memory import HostPool
 from offload.tier import Tier
-from offload.work import HostWork
+from offload.work import HostWork, then
 
-__all__ = ["Allocation", "Allocator", "Pools"]
+__all__ = ["Allocation", "Allocator", "Pools", "as_bytes", "view_of"]
 
 
 class Pools(Protocol):
@@ -76,18 +77,22 @@ class Allocation:
 
 
 class Allocator:
-    """Memory of the tiers for one holder, and how much of it that holder has.
+    """Memory of the tiers for one holder, how much of it that holder has, and its transfers.
 
     Args:
         uncharged: a tier whose memory no budget counts; it goes with the last tensor that refers to it.
+        buffer: gives host memory of this allocator, of so many bytes for a transfer of what is called so; may wait for it.
     Attributes:
         used: bytes charged now, by tier.
+        later: what is given back by a ``sweep``, and the work that it waits for.
     """
 
-    def __init__(self, pools: Pools, *, uncharged: Tier | None = None) -> None:
-        self._pools, self._uncharged = pools, uncharged
+    def __init__(
+        self, pools: Pools, *, uncharged: Tier | None = None, buffer: Callable[[str, int], Allocation] | None = None
+    ) -> None:
+        self._pools, self._uncharged, self._buffer = pools, uncharged, buffer
         self.used = dict.fromkeys(Tier, 0)
-        self._later: deque[tuple[Allocation, list[HostWork]]] = deque()
+        self.later: deque[tuple[Allocation, list[HostWork]]] = deque()
 
     def take(self, tier: Tier, key: str, numel: int, dtype: torch.dtype = torch.uint8, *, private: bool = False) -> Allocation:
         """Memory for ``numel`` elements, contents undefined, starting on a page.
@@ -126,7 +131,7 @@ class Allocator:
     def free_later(self, allocation: Allocation, *after: HostWork) -> None:
         """As ``free``, but nothing is given back before the next ``sweep``; any thread may call, also in a finalizer."""
         if not allocation.freed and allocation.nbytes:
-            self._later.append((allocation, list(after)))
+            self.later.append((allocation, list(after)))
         allocation.freed = True
 
     def wait_for_oldest(self) -> bool:
@@ -135,8 +140,8 @@ class Allocator:
         It is given back by the next ``sweep``.  What the work met with is said to who waits for its result.
         """
         # By place: a finalizer, of this thread or another, may add to it meanwhile.
-        for place in range(len(self._later)):
-            for work in self._later[place][1]:
+        for place in range(len(self.later)):
+            for work in self.later[place][1]:
                 if not work.done():
                     with suppress(ZhooksError):
                         work.synchronize()
@@ -146,12 +151,12 @@ class Allocator:
     def sweep(self) -> bool:
         """Give back what has become free; whether there was anything."""
         gave = False
-        for _ in range(len(self._later)):
-            allocation, works = self._later.popleft()
+        for _ in range(len(self.later)):
+            allocation, works = self.later.popleft()
             # What has ended may still refer to the memory it moved.
             works = [work for work in works if not work.done()]
             if works or allocation.held:
-                self._later.append((allocation, works))
+                self.later.append((allocation, works))
             else:
                 self._give_back(allocation)
                 gave = True
@@ -169,6 +174,56 @@ class Allocator:
         elif tier is Tier.DISK:
             pools.disk.free(allocation.extent)
 
+    # Transfers.
+
+    def read(self, stored: Tensor | Extent, into: Tensor, key: str) -> HostWork:
+        """Start filling ``into`` with what is stored: a disk reads straight into host memory."""
+        device, pools = self._pools.device, self._pools
+        if isinstance(stored, Tensor):
+            return device.copy(into, stored, key=key)
+        if device.on_host(into):
+            return pools.disk.read(stored, as_bytes(into), 0, key)
+        # What the current stream was given before may still use the memory of ``into``; what comes later must not delay it.
+        ready = device.mark()
+        assert self._buffer is not None, "transfers of this allocator need buffers"
+        buffer = self._buffer(key, stored.nbytes)
+        source = view_of(buffer.values, into.numel(), into.dtype)
+        return self._through(
+            buffer,
+            lambda: pools.disk.read(stored, buffer.values, 0, key),
+            lambda: device.copy(into, source, key=key, after=ready),
+        )
+
+    def write(self, values: Tensor, stored: Tensor | Extent, key: str, *, detached: bool = False) -> HostWork:
+        """Start storing ``values``.
+
+        Args:
+            detached: a disk writes a copy even of host memory, so that ``values`` are free sooner and may change meanwhile.
+        """
+        device, pools = self._pools.device, self._pools
+        if isinstance(stored, Tensor):
+            return device.copy(stored, values, key=key)
+        if device.on_host(values) and not detached:
+            return pools.disk.write(stored, as_bytes(values), 0, key)
+        assert self._buffer is not None, "transfers of this allocator need buffers"
+        buffer = self._buffer(key, stored.nbytes)
+        return self._through(
+            buffer,
+            lambda: device.copy(view_of(buffer.values, values.numel(), values.dtype), values, key=key),
+            lambda: pools.disk.write(stored, buffer.values, 0, key),
+        )
+
+    def _through(self, buffer: Allocation, first: Callable[[], HostWork], follow: Callable[[], HostWork]) -> HostWork:
+        """Two transfers, of which the second starts where the first ended, through a buffer that is free afterwards."""
+        try:
+            begun = first()
+        except BaseException:
+            self.free(buffer)
+            raise
+        both = then(begun, follow)
+        self.free_later(buffer, both)
+        return both
+
 
 def _storage_uses(tensor: Tensor) -> int:
     """How many tensors and handles refer to the tensor's memory, this call's own among them."""
@@ -180,3 +235,9 @@ def view_of(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     with torch.no_grad(), torch.inference_mode(False):
         empty = torch.empty(0, dtype=dtype, device=buffer.device)
         return empty.set_(buffer.untyped_storage(), buffer.storage_offset() // dtype.itemsize, (numel,), (1,))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as 1-D uint8."""
+    with torch.no_grad(), torch.inference_mode(False):
+        return tensor.view(torch.uint8)

@@ -1,7 +1,7 @@
 """The tiered store: blocks of memory, each stored on one tier, fetched to another for use and written back when changed.
 
 The runtime puts parameters, gradients and optimizer states here; every block has one authoritative tier, and everything
-that moves one goes through here.  It never knows what a block means and never decides when it is needed.
+that moves one goes through here.
 
 Note: [Opened on demand]
     ``Block.tensor`` answers anybody at any time: a block on disk is read into a staging buffer and stays open among the few
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,10 +24,8 @@ from offload.device import Device
 from offload.disk import Disk, Extent, Kept
 from offload.errors import BudgetError, TierError, ZhooksError
 from offload.memory import HostPool
-from offload.store.allocation import Allocation, Allocator
-from offload.store.block import Block
-from offload.store.lease import Lease, Mode, seen
-from offload.store.transfer import Transfers, as_bytes
+from offload.store.allocation import Allocation, Allocator, as_bytes
+from offload.store.block import Block, Lease, Mode, seen
 from offload.tier import Tier
 from offload.work import DONE, HostWork
 
@@ -65,8 +64,8 @@ class Store:
         self.make_room: Callable[[], bool] = _nobody
         self._open_disk = disk
         self._disk: Disk | None = None
-        self._blocks, self._staging = Allocator(self), Allocator(self)
-        self._transfers = Transfers(self, self._staging, self._stage)
+        self._blocks = Allocator(self)
+        self._staging = Allocator(self, buffer=partial(self._stage, Tier.HOST, private=True))
         self._recent: OrderedDict[int, Block] = OrderedDict()
         self._writing_back: dict[int, Block] = {}
         self._passed = 0
@@ -246,7 +245,7 @@ class Store:
             if isinstance(block.stored, Extent):
                 # Elsewhere, while somebody saves what is stored.
                 block.allocation.memory = self.disk.renew(block.stored, block.key)
-            lease.write_back = self._transfers.write(lease.values, block.stored, block.key)
+            lease.write_back = self._staging.write(lease.values, block.stored, block.key)
         except BaseException:
             self._keep_open(block, lease)
             raise
@@ -256,7 +255,7 @@ class Store:
         """``close`` for a holder that raised: changes are kept, but a whole write in a buffer has not happened."""
         lease = block.lease
         if lease is not None and lease.mode is Mode.WRITE_ALL and not lease.direct:
-            self._count_as_written(block, lease)
+            block.written_back(lease)
             block.blank = lease.blank
         self.close(block)
 
@@ -275,13 +274,7 @@ class Store:
         except BaseException:
             self._keep_open(block, lease)
             raise
-        self._count_as_written(block, lease)
-
-    def _count_as_written(self, block: Block, lease: Lease) -> None:
-        """Nothing of the lease is to be written back (any more); the version stays."""
-        version = block.version
-        lease.written_back()
-        block.base += version - block.version
+        block.written_back(lease)
 
     def _keep_open(self, block: Block, lease: Lease) -> None:
         """It could not be written back: the buffer is the truth until somebody does."""
@@ -322,16 +315,11 @@ class Store:
             self.close(block)
             raise
         self._recent[id(block)] = block
-        self._limit_recent(block)
+        # What was not asked for lately and nobody has a view of is closed.
+        for older in list(self._recent.values()):
+            if len(self._recent) > self.RECENT and older is not block and self._idle(older):
+                self._evict(older)
         return values
-
-    def _limit_recent(self, newest: Block) -> None:
-        """Close what was not asked for lately and nobody has a view of."""
-        for block in list(self._recent.values()):
-            if len(self._recent) <= self.RECENT:
-                return
-            if block is not newest and self._idle(block):
-                self._evict(block)
 
     def _idle(self, block: Block) -> bool:
         """Opened on demand, and free to be written back."""
@@ -366,7 +354,7 @@ class Store:
         return self._read(block, out)
 
     def _read(self, block: Block, into: Tensor) -> HostWork:
-        work = self._transfers.read(block.stored, into, block.key)
+        work = self._staging.read(block.stored, into, block.key)
         if block.in_memory:
             block.outgoing = work
         return work
@@ -435,16 +423,18 @@ class Store:
         self, tier: Tier, key: str, numel: int, dtype: torch.dtype = torch.uint8, *, private: bool = False
     ) -> Allocation:
         """A buffer for a transfer, once those being written back leave memory for it."""
-        nbytes, limit = numel * dtype.itemsize, self.staging_limit
-        while tier is Tier.HOST and self._writing_back and self.staged and self.staged + nbytes > limit:
-            self._finish_write_back(next(iter(self._writing_back.values())))
-        while tier is Tier.DEVICE and self._writing_back and self._on_device() + nbytes > limit:
+        nbytes = numel * dtype.itemsize
+        while self._writing_back:
+            if tier is Tier.HOST:
+                held = self.staged
+            else:
+                # What waits on the device to be written back: a host that runs ahead must not pile it up.
+                leases = ((block, block.lease) for block in self._writing_back.values())
+                held = sum(block.nbytes for block, lease in leases if lease is not None and lease.at is tier)
+            if held + nbytes <= self.staging_limit or (tier is Tier.HOST and not held):
+                break
             self._finish_write_back(next(iter(self._writing_back.values())))
         return self._admitted(lambda: self._staging.take(tier, f"staging of {key}", numel, dtype, private=private))
-
-    def _on_device(self) -> int:
-        """Bytes that wait on the device to be written back: a host that runs ahead must not pile them up."""
-        return sum(block.nbytes for block in self._writing_back.values() if block.lease and block.lease.at is Tier.DEVICE)
 
     def _admitted(self, take: Callable[[], Allocation]) -> Allocation:
         """What ``take`` takes; where a tier is full, after waiting for what is under way, or writing back what was opened on
@@ -468,10 +458,12 @@ class Store:
 
     def _sweep(self) -> None:
         """Take note of everything that has ended since the last call."""
-        self._blocks.sweep()
-        self._staging.sweep()
-        write_back = [(block, block.lease.write_back) for block in self._writing_back.values() if block.lease is not None]
-        self._finish_all([block for block, work in write_back if work is not None and work.done()])
+        for allocations in (self._blocks, self._staging):
+            if allocations.later:
+                allocations.sweep()
+        if self._writing_back:
+            write_back = [(block, block.lease.write_back) for block in self._writing_back.values() if block.lease is not None]
+            self._finish_all([block for block, work in write_back if work is not None and work.done()])
 
     def _finish_all(self, blocks: Sequence[Block]) -> None:
         """Wait for all of them, whatever happens to one; raises the first error."""

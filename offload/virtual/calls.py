@@ -1,6 +1,6 @@
 """How many functions Python calls: what a program costs its host beside the operations it issues.
 
-``zhooks.simulate`` counts those of a step and ``zprof bench`` those of programs that it times, both by this.  It knows no time.
+``zhooks.simulate`` counts those of a step and ``zprof bench`` those of programs that it times, both by this.
 
 Note: [What is counted]
     Calls of Python's functions and of built-in ones, on every thread that issues operations.  What the virtual device calls to

@@ -5,8 +5,8 @@ other memory.
 
 Note: [Recurrent layers]
     torch's own functions for these layers ask for the device of their tensors, and have the fused cells of a GPU for the
-    virtual one.  A CPU has one kernel of oneDNN for a layer of an LSTM, and for all else cells of several operations, after one product
-    of the layer's inputs for all steps.  Source: ``aten/src/ATen/native/RNN.cpp``, ``aten/src/ATen/native/mkldnn/RNN.cpp``.
+    virtual one.  A CPU has one kernel of oneDNN for a layer of an LSTM, and for all else cells of several operations, after one
+    product of the layer's inputs for all steps.  Source: ``aten/src/ATen/native/RNN.cpp`` and ``mkldnn/RNN.cpp``.
 """
 
 from __future__ import annotations

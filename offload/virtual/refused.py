@@ -1,7 +1,4 @@
-"""The errors of code that asks the virtual device for values, with the line of the user's that did.
-
-Kernels and operations raise them.  It decides nothing.
-"""
+"""The errors of code that asks the virtual device for values, with the line of the user's that did."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Several machines in one process: a program for each, on a thread of its own, of which one runs at a time.
 
 Stages of a pipeline are simulated by it.  A program runs until it needs what another one has not done yet, and goes on when
-that has been done, so that a run is the same every time.  It knows no clock: who waits takes the time from what it waited for.
+that has been done, so that a run is the same every time.  Who waits takes the time from
+what it waited for.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def test_programs_with_every_call_compute_the_same_under_every_schedule(name: st
 def test_what_is_known_of_calls_is_of_calls_that_the_sources_have() -> None:
     known = {site.key for site in sites(on_accelerator=True)}
     assert {*UNSEEN, *SAMPLE, *LEAVES} <= known
-    for path in ("zhooks/comm/stock.py", "zhooks/comm/lost_rank.py", "offload/store/transfer.py"):
+    for path in ("zhooks/comm/stock.py", "zhooks/comm/lost_rank.py", "offload/store/allocation.py"):
         assert any(site.path == path for site in sites(on_accelerator=True))
 
 

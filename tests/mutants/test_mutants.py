@@ -46,7 +46,7 @@ def test_the_calls_that_are_looked_at_are_there() -> None:
     """What is known of calls is of calls that the sources have."""
     known = {site.key for site in sites()}
     assert set(UNSEEN) <= known
-    files = ("offload/device/stream_device.py", "offload/device/streams.py", "zhooks/unit/flat.py", "offload/store/lease.py")
+    files = ("offload/device/stream_device.py", "offload/device/streams.py", "zhooks/unit/flat.py", "offload/store/block.py")
     for path in files:
         assert any(site.path == path for site in sites())
 

@@ -13,14 +13,15 @@ EQUIVALENT: dict[str, str] = {
     "offload/store/store.py: RELEASE_NBYTES = 256 << 20 -> RELEASE_NBYTES = 255 << 20": _SIZE,
     "offload/store/block.py: return self.base + (int(self.stored._version) if isinstance(self.stored, Tensor) else 0) -> "
     "return self.base + (int(self.stored._version) if isinstance(self.stored, Tensor) else 1)": "versions are only compared",
-    "offload/store/transfer.py: def write(self, values: Tensor, stored: Tensor | Extent, key: str, *, detached: bool = False) "
-    "-> HostWork: -> def write(self, values: Tensor, stored: Tensor | Extent, key: str, /, detached: bool = False) "
-    "-> HostWork:": _BY_NAME,
+    "offload/store/allocation.py: def write(self, values: Tensor, stored: Tensor | Extent, key: str, *, "
+    "detached: bool = False) -> HostWork: -> def write(self, values: Tensor, stored: Tensor | Extent, key: str, /, "
+    "detached: bool = False) -> HostWork:": _BY_NAME,
     "offload/store/store.py: self, tier: Tier, key: str, numel: int, dtype: torch.dtype = torch.uint8, *, "
     "private: bool = False -> self, tier: Tier, key: str, numel: int, dtype: torch.dtype = torch.uint8, /, "
     "private: bool = False": _BY_NAME,
-    "offload/store/allocation.py: def __init__(self, pools: Pools, *, uncharged: Tier | None = None) -> None: -> "
-    "def __init__(self, pools: Pools, /, uncharged: Tier | None = None) -> None:": _BY_NAME,
+    "offload/store/allocation.py: self, pools: Pools, *, uncharged: Tier | None = None, "
+    "buffer: Callable[[str, int], Allocation] | None = None -> self, pools: Pools, /, uncharged: Tier | None = None, "
+    "buffer: Callable[[str, int], Allocation] | None = None": _BY_NAME,
     "offload/store/allocation.py: return not self.private and isinstance(self.memory, Tensor) and "
     "_storage_uses(self.memory) > self._uses -> return not self.private and isinstance(self.memory, Tensor) and "
     "_storage_uses(self.memory) is not self._uses": "there are never fewer, and Python keeps small numbers once",

@@ -11,7 +11,6 @@ import torch
 from offload.budget import Budget
 from offload.device import open_device
 from offload.disk import Bytes, DiskFile, SystemIo
-from offload.disk.io import Io
 from offload.memory import HostPool
 from offload.store import Block, Store
 from offload.tier import Tier
@@ -31,7 +30,7 @@ class Gated(SystemIo):
 
 
 def open_store(
-    folder: Path, addresses: bool | None = None, *, io: Io | None = None, staging: int = 1 << 20, **limits: int
+    folder: Path, addresses: bool | None = None, *, io: SystemIo | None = None, staging: int = 1 << 20, **limits: int
 ) -> Store:
     """A store of the CPU, whose file is in ``folder``; ``limits`` are its budget, by the tiers' names."""
     device = open_device(torch.device("cpu"), addresses_host=addresses)

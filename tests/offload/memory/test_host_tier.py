@@ -507,7 +507,7 @@ def test_the_kernel_takes_the_wish_for_a_node() -> None:
         wishes = [line.split()[1] for line in numa_maps.read_text().splitlines() if line.startswith(f"{start:x} ")]
         assert wishes == ["prefer:0"]
     assert not _prefer(slab, 1000), "a node that is not there is no error"
-    slab.unmap()
+    slab.memory.close()
     device.close()
 
 
@@ -570,30 +570,27 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def holes_and_blocks_tile_every_slab_and_no_two_holes_touch(self) -> None:
-        listed = {(serial, offset): nbytes for holes in self.pool._holes.values() for nbytes, serial, offset in holes}
-        held: dict[tuple[int, int], int] = {}
-        for piece in self.pool._taken.values():
-            held[piece.slab.serial, piece.offset] = piece.nbytes
-        kept = {(slab.serial, offset): nbytes for slab in self.pool._slabs.values() for offset, nbytes in slab.hole_at.items()}
-        assert listed == kept
+        holes = {start: nbytes for space in self.pool._spaces.values() for start, nbytes in space.holes()}
+        held = {taken.start: taken.nbytes for taken in self.pool._taken.values()}
+        tiled = 0
         for slab in self.pool._slabs.values():
-            at, hole_before = 0, False
-            while at < slab.nbytes:
-                is_hole = (slab.serial, at) in kept
-                assert is_hole != ((slab.serial, at) in held)
+            at, hole_before = slab.start, False
+            while at < slab.start + slab.nbytes:
+                is_hole = at in holes
+                assert is_hole != (at in held)
                 assert not (is_hole and hole_before)
-                at += kept[slab.serial, at] if is_hole else held[slab.serial, at]
+                at += holes[at] if is_hole else held[at]
                 hole_before = is_hole
-            assert at == slab.nbytes
-        for holes in self.pool._holes.values():
-            assert holes == sorted(holes)
+            assert at == slab.start + slab.nbytes
+            tiled += slab.nbytes
+        assert tiled == sum(holes.values()) + sum(held.values()), "no hole is of a slab that was returned"
 
     def teardown(self) -> None:
         for block, _ in self.blocks:
             self.pool.give(block)
         self.blocks.clear()
         assert self.pool.used == 0
-        assert all(slab.is_free() for slab in self.pool._slabs.values())
+        assert not any(slab.used for slab in self.pool._slabs.values())
         self.pool.close()
         self.device.close()
 

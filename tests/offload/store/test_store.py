@@ -12,11 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.disk import Kept, KeptRange, ReadAhead
-from offload.disk.io import Io
+from offload.disk import Kept, KeptRange, ReadAhead, SystemIo
 from offload.errors import BudgetError
-from offload.store import Block, BlockRange, Mode, Store
-from offload.store.lease import Lease
+from offload.store import Block, BlockRange, Lease, Mode, Store
 from offload.store.store import MOVES
 from offload.tier import Tier
 from tests.support.inside import disk_of
@@ -35,7 +33,7 @@ Make = Callable[..., Store]
 def make(tmp_path: Path) -> Iterator[Make]:
     stores: list[Store] = []
 
-    def build(addresses: bool | None = None, *, io: Io | None = None, staging: int = 1 << 20, **limits: int) -> Store:
+    def build(addresses: bool | None = None, *, io: SystemIo | None = None, staging: int = 1 << 20, **limits: int) -> Store:
         stores.append(open_store(tmp_path, addresses, io=io, staging=staging, **limits))
         return stores[-1]
 

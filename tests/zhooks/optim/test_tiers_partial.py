@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 import zhooks
 from offload.errors import ShardedOpError
-from offload.store import Block, Mode, Store
-from offload.store.lease import Lease
-from offload.store.transfer import as_bytes
+from offload.store import Block, Lease, Mode, Store
+from offload.store.allocation import as_bytes
 from offload.tier import Tier
 from tests.support.on_ranks import on_ranks, place
 from tests.support.slow import slow

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import zhooks
-from offload.budget.account import Account, owner_of
+from offload.budget import Account
+from offload.budget.budget import holder_of
 from offload.events import Bus, Recorder, listen, state_all
 from offload.tier import Tier
 from tests.support.held_levels import POLICIES, TIERED, Levels, training
@@ -202,7 +203,7 @@ def test_an_observer_with_a_beginning_and_an_end_gets_them() -> None:
     ],
 )
 def test_a_key_says_whose_the_bytes_are(key: str, owner: tuple[str, str]) -> None:
-    assert owner_of(key) == owner
+    assert holder_of(key) == owner
 
 
 def test_an_account_states_levels_as_they_change_and_all_of_them_when_asked() -> None:

@@ -613,7 +613,7 @@ def test_nothing_of_a_step_outlives_it(tmp_path: Path, name: str) -> None:
 GROWTH = """
 import json, pathlib, re, sys, time
 import psutil, torch, zhooks
-from offload.disk.io import SystemIo
+from offload.disk import SystemIo
 from tests.support.forked import start
 from tests.support.inside import has_store, store_of
 from torch import nn
