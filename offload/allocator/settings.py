@@ -6,7 +6,9 @@ Keys, bounds and defaults are those of pytorch's c10/core/AllocatorConfig (torch
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -93,23 +95,25 @@ def parse_settings(text: str) -> Settings:
     text = text.strip()
     if len(text) > 4096:
         raise _refused("a text", "at most 4096 characters", f"{len(text)}")
-    tokens = _Tokens(_TOKEN.findall(text))
+    words = _TOKEN.findall(text)
+    tokens = _Tokens(deque(words))
     values: dict[str, object] = {}
     unmodelled: list[str] = []
-    while (key := tokens.take()) is not None:
-        tokens.expect(":", key)
+    while key := tokens.take():
+        tokens.key = key
+        tokens.expect(":")
         if key in _READERS:
             field, read = _READERS[key]
-            values[field] = read(tokens, key)
+            values[field] = read(tokens)
         elif key in _UNMODELLED:
-            tokens.skip_value(key)
+            tokens.skip_value()
             unmodelled.append(key)
         else:
             near = get_close_matches(key, [*_READERS, *_UNMODELLED], n=1, cutoff=0.4)
             raise _refused(repr(key), "a key of torch's allocator", "none", f"did you mean {near[0]}?" if near else "")
-        if not tokens.done:
-            tokens.expect(",", key)
-    settings = Settings(text="".join(tokens.all).rstrip(","), unmodelled=tuple(unmodelled), **values)  # type: ignore[arg-type]
+        if tokens.left:
+            tokens.expect(",")
+    settings = Settings(text="".join(words).rstrip(","), unmodelled=tuple(unmodelled), **values)  # type: ignore[arg-type]
     for field in ("max_split_size", "max_non_split_rounding"):
         if field in values and getattr(settings, field) < settings.large_segment_size:
             least, found = settings.large_segment_size // MIB, getattr(settings, field) // MIB
@@ -117,42 +121,52 @@ def parse_settings(text: str) -> Settings:
     return settings
 
 
+@dataclass(slots=True)
 class _Tokens:
-    """The words and signs of a text, taken one by one."""
+    """The words and signs of a text that are left, taken one by one, and the key whose value is read."""
 
-    def __init__(self, words: list[str]) -> None:
-        self.all = words
-        self._next = 0
+    left: deque[str]
+    key: str = ""
 
-    @property
-    def done(self) -> bool:
-        return self._next >= len(self.all)
+    def take(self) -> str:
+        """The next; "" at the end."""
+        return self.left.popleft() if self.left else ""
 
-    def peek(self) -> str | None:
-        return None if self.done else self.all[self._next]
+    def next_is(self, sign: str) -> bool:
+        return bool(self.left) and self.left[0] == sign
 
-    def take(self) -> str | None:
-        word = self.peek()
-        self._next += 1
-        return word
+    def refused(self, expected: str, found: str) -> PolicyError:
+        return _refused(self.key, expected, repr(found) if found else "the end")
 
-    def expect(self, sign: str, key: str) -> None:
+    def expect(self, sign: str) -> None:
         if (found := self.take()) != sign:
-            raise _refused(key, f"{sign!r} after it", "the end" if found is None else repr(found))
+            raise self.refused(f"{sign!r} after it", found)
 
-    def value(self, key: str, expected: str) -> str:
+    def value(self, expected: str) -> str:
         word = self.take()
-        if word is None or word in ",:[]":
-            raise _refused(key, expected, "the end" if word is None else repr(word))
+        if word in ("", *",:[]"):
+            raise self.refused(expected, word)
         return word
 
-    def skip_value(self, key: str) -> None:
-        if self.peek() == "[":
-            while (word := self.take()) != "]":
-                if word is None:
-                    raise _refused(key, "']'", "the end")
-        else:
-            self.value(key, "a value")
+    def number(self, expected: str, word: str = "") -> int:
+        word = word or self.value(expected)
+        if not re.fullmatch(r"[0-9]{1,12}", word, re.ASCII):
+            raise self.refused(expected, word)
+        return int(word)
+
+    def power(self, number: int) -> int:
+        """A power of two."""
+        if number < 1 or number & (number - 1):
+            raise _refused(self.key, "a power of two", str(number))
+        return number
+
+    def skip_value(self) -> None:
+        if not self.next_is("["):
+            self.value("a value")
+            return
+        while (word := self.take()) != "]":
+            if not word:
+                raise self.refused("']'", word)
 
 
 def _refused(what: str, expected: str, found: str, remedy: str = "") -> PolicyError:
@@ -160,77 +174,59 @@ def _refused(what: str, expected: str, found: str, remedy: str = "") -> PolicyEr
     return PolicyError(f"allocator settings are not valid: {what}. Expected {expected}, found {found}; {remedy}")
 
 
-def _whole(tokens: _Tokens, key: str, expected: str) -> int:
-    word = tokens.value(key, expected)
-    if not re.fullmatch(r"[0-9]{1,12}", word, re.ASCII):
-        raise _refused(key, expected, repr(word))
-    return int(word)
+def _megabytes(tokens: _Tokens) -> int:
+    return min(tokens.number("a number of MiB") * MIB, UNBOUNDED)
 
 
-def _megabytes(tokens: _Tokens, key: str) -> int:
-    return min(_whole(tokens, key, "a number of MiB") * MIB, UNBOUNDED)
-
-
-def _large(tokens: _Tokens, key: str) -> int:
-    nbytes = _megabytes(tokens, key)
+def _large(tokens: _Tokens) -> int:
+    nbytes = _megabytes(tokens)
     if nbytes <= _MIN_LARGE:
-        raise _refused(key, "more than 10", str(nbytes // MIB))
+        raise _refused(tokens.key, "more than 10", str(nbytes // MIB))
     return nbytes
 
 
-def _threshold(tokens: _Tokens, key: str) -> float:
-    word = tokens.value(key, "a number between 0 and 1")
-    try:
-        value = float(word)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < 1.0:
-        raise _refused(key, "a number between 0 and 1", repr(word))
-    return value
+def _threshold(tokens: _Tokens) -> float:
+    word = tokens.value("a number between 0 and 1")
+    with suppress(ValueError):
+        if 0.0 < float(word) < 1.0:
+            return float(word)
+    raise tokens.refused("a number between 0 and 1", word)
 
 
-def _flag(tokens: _Tokens, key: str) -> bool:
-    word = tokens.value(key, "True or False")
+def _flag(tokens: _Tokens) -> bool:
+    word = tokens.value("True or False")
     if word not in ("True", "False"):
-        raise _refused(key, "True or False", repr(word))
+        raise tokens.refused("True or False", word)
     return word == "True"
 
 
-def _divisions(tokens: _Tokens, key: str) -> tuple[int, ...]:
+def _divisions(tokens: _Tokens) -> tuple[int, ...]:
     expected = "a power of two"
-    if tokens.peek() != "[":
-        return (_power(_whole(tokens, key, expected), key),) * _INTERVALS
+    if not tokens.next_is("["):
+        return (tokens.power(tokens.number(expected)),) * _INTERVALS
     tokens.take()
     found = [0] * _INTERVALS
     last, first = 0, True
-    while tokens.peek() != "]":
-        mark = tokens.value(key, "an interval such as 256:4")
-        tokens.expect(":", key)
-        count = _whole(tokens, key, expected)
-        count = _power(count, key) if count else 0
+    while not tokens.next_is("]"):
+        mark = tokens.value("an interval such as 256:4")
+        tokens.expect(":")
+        count = tokens.number(expected)
+        count = tokens.power(count) if count else 0
         if mark == ">":
             found[last:] = [count] * (_INTERVALS - last)
         else:
-            if not re.fullmatch(r"[0-9]{1,12}", mark, re.ASCII):
-                raise _refused(key, "an interval in MiB", repr(mark))
-            last = min(_power(int(mark), key).bit_length() - 1, _INTERVALS - 1)
+            last = min(tokens.power(tokens.number("an interval in MiB", mark)).bit_length() - 1, _INTERVALS - 1)
             if first:
                 found[:last] = [count] * last
                 first = False
             found[last] = count
-        if tokens.peek() != "]":
-            tokens.expect(",", key)
+        if not tokens.next_is("]"):
+            tokens.expect(",")
     tokens.take()
     return tuple(found)
 
 
-def _power(number: int, key: str) -> int:
-    if number < 1 or number & (number - 1):
-        raise _refused(key, "a power of two", str(number))
-    return number
-
-
-_READERS: dict[str, tuple[str, Callable[[_Tokens, str], object]]] = {
+_READERS: dict[str, tuple[str, Callable[[_Tokens], object]]] = {
     "expandable_segments": ("expandable_segments", _flag),
     "max_split_size_mb": ("max_split_size", _megabytes),
     "max_non_split_rounding_mb": ("max_non_split_rounding", _megabytes),
