@@ -27,12 +27,11 @@ import torch
 from torch import Tensor
 
 from offload.budget import cannot_admit
-from offload.disk.extent import CHECK, Extent, Kept, Request, Verb
+from offload.disk.extent import CHECK, Extent, ExtentFile, Kept, Request, Verb, taken_by
 from offload.disk.scratch import ScratchFile, SystemIo, open_scratch, remove_stale, trouble
 from offload.errors import BudgetError, TierError
 from offload.events import Bus
-from offload.free_ranges import Space
-from offload.pages import ALIGN, round_up
+from offload.pages import ALIGN
 from offload.text import as_size
 from offload.threads import Workers
 from offload.tier import Tier
@@ -46,7 +45,7 @@ STEP = 64 << 20
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-class DiskFile:
+class DiskFile(ExtentFile):
     """The scratch file of one process; any thread may call, until ``close``.
 
     Args:
@@ -63,8 +62,6 @@ class DiskFile:
     Attributes:
         path: the file; its owner alone may read it.
         direct: transfers pass the page cache by; False where the file system cannot do that.
-        used: bytes that extents take now, in whole pages; ``high_water`` is the most it ever was.
-        rounded: bytes of those beyond what was asked for, because extents end on pages of their own.
     Raises:
         PolicyError: the folder cannot be used.  TierError: its file system fails.  CapabilityError: the system does not allow
             so many threads; no file is left.
@@ -85,12 +82,10 @@ class DiskFile:
         self._bus = Bus() if bus is None else bus
         stale = remove_stale(folder)
         self._file = open_scratch(folder, label, SystemIo() if io is None else io)
-        self.path, self.direct = self._file.path, self._file.direct
-        self.limit = limit
-        self.used = self.high_water = self.rounded = 0
+        super().__init__(self._file.path, limit, self._file.size)
+        self.direct = self._file.direct
         self._threads, self._block = threads, -(-block // CHECK) * CHECK
         self._mover = self._file.mover(self._block)
-        self._space = Space(self._file.size)
         self._extents: set[Extent] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -107,11 +102,6 @@ class DiskFile:
             self._bus.instant("disk stale", str(path), nbytes)
         if not self.direct:
             self._bus.instant("disk buffered", str(self.path))
-
-    @property
-    def reserved(self) -> int:
-        """Bytes the file has reserved, used or not."""
-        return self._space.end - ALIGN
 
     @property
     def holes(self) -> list[tuple[int, int]]:
@@ -140,19 +130,14 @@ class DiskFile:
             reader.join()
 
     def _allocate(self, nbytes: int, key: str) -> Extent:
-        taken = _taken(nbytes)
         with self._lock:
             self._check_open(key)
-            start = self._space.take(taken)
-            if start is None:
-                self._grow(self._space.lacking(taken), nbytes, key)
-                start = self._space.take(taken)
-            assert start is not None
-            extent = Extent(start, nbytes, key, self.path)
+            extent = self._take(nbytes, key)
+            if extent is None:
+                self._grow(self._space.lacking(taken_by(nbytes)), nbytes, key)
+                extent = self._take(nbytes, key)
+            assert extent is not None
             self._extents.add(extent)
-            self.used += taken
-            self.rounded += taken - nbytes
-            self.high_water = max(self.high_water, self.used)
             return extent
 
     def free(self, extent: Extent) -> None:
@@ -168,10 +153,7 @@ class DiskFile:
                     return
                 if not extent.flying:
                     self._extents.remove(extent)
-                    taken = _taken(extent.nbytes)
-                    self._space.give(extent.offset, taken)
-                    self.used -= taken
-                    self.rounded -= taken - extent.nbytes
+                    self._give(extent)
                     return
                 before = extent.flying[0]
             before.join()
@@ -221,7 +203,7 @@ class DiskFile:
         """Make the file longer by ``lacking`` bytes, and by more where that costs nobody anything."""
         within = None
         if self.limit is not None:
-            within = self.limit + self.rounded + _taken(nbytes) - nbytes - self.reserved
+            within = self.limit + self.rounded + taken_by(nbytes) - nbytes - self.reserved
             if lacking > within:
                 used = self.used - self.rounded
                 raise cannot_admit(Tier.DISK, key, nbytes, used=used, limit=self.limit, note=f"on {self.path}")
@@ -233,8 +215,14 @@ class DiskFile:
             for step in sorted({max(lacking, most), lacking}, reverse=True):
                 if lacking > free:
                     break
-                refused = self._grown(step)
-                if refused is None:
+                try:
+                    self._file.grow(step)
+                except OSError as error:
+                    if error.errno not in _FULL:
+                        raise
+                    refused = error
+                else:
+                    self._space.extend(step)
                     return
         except OSError as error:
             raise TierError(f"disk tier cannot hold {key} ({as_size(nbytes)}): {self.path}: {trouble(error)}") from error
@@ -247,17 +235,6 @@ class DiskFile:
             ) from refused
         left = f"has {as_size(free)} left, not counting {as_size(kept)} kept free for checkpoints and other files"
         raise BudgetError(f"{subject}, whose file system {left}; free space there or choose another [disk] path")
-
-    def _grown(self, nbytes: int) -> OSError | None:
-        """None where the file is longer now, else what says that there is no space for that."""
-        try:
-            self._file.grow(nbytes)
-        except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            return error
-        self._space.extend(nbytes)
-        return None
 
     # Transfers.
 
@@ -386,11 +363,6 @@ def _largest_file(nbytes: int) -> str:
     if soft == resource.RLIM_INFINITY:
         return f"the file system's limit on the size of one file (EFBIG at {as_size(nbytes)})"
     return f"this process's limit on the size of files, ulimit -f (RLIMIT_FSIZE): {as_size(soft)}"
-
-
-def _taken(nbytes: int) -> int:
-    """What an extent takes of the file; even an empty one has a place of its own."""
-    return max(ALIGN, round_up(nbytes))
 
 
 def _whole_checks(nbytes: int) -> int:

@@ -26,11 +26,12 @@ from xxhash import xxh3_64_intdigest
 
 from offload.disk.scratch import Bytes, Mover, trouble
 from offload.errors import TierError
-from offload.pages import aligned
+from offload.free_ranges import Space
+from offload.pages import ALIGN, aligned, round_up
 from offload.text import as_size
 from offload.work import Ending, HostWork
 
-__all__ = ["CHECK", "Extent", "Kept", "KeptRange", "ReadAhead", "Request", "Verb"]
+__all__ = ["CHECK", "Extent", "ExtentFile", "Kept", "KeptRange", "ReadAhead", "Request", "Verb", "taken_by"]
 
 #: A checksum covers so many bytes of an extent: whole chunks can be rewritten alone.
 CHECK = 1 << 20
@@ -188,6 +189,48 @@ class Extent:
                     f"{subject}. Expected checksum {expected:016x} of bytes {begin} to {begin + chunk.size} of {self._path}, "
                     f"found {found:016x}; {_CHANGED}"
                 )
+
+
+class ExtentFile:
+    """Where extents lie in a file, and how much of it they take.
+
+    Attributes:
+        limit: bytes it may hold; None is all that the disk has.
+        used: bytes that extents take now, in whole pages; ``high_water`` is the most it ever was.
+        rounded: bytes of those beyond what was asked for, because extents end on pages of their own.
+    """
+
+    def __init__(self, path: Path, limit: int | None, start: int) -> None:
+        self.path, self.limit = path, limit
+        self.used = self.high_water = self.rounded = 0
+        self._space = Space(start)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes the file has reserved, used or not."""
+        return self._space.end - ALIGN
+
+    def _take(self, nbytes: int, key: str) -> Extent | None:
+        """A range that is free; None where none is large enough."""
+        taken = taken_by(nbytes)
+        start = self._space.take(taken)
+        if start is None:
+            return None
+        self.used += taken
+        self.rounded += taken - nbytes
+        self.high_water = max(self.high_water, self.used)
+        return Extent(start, nbytes, key, self.path)
+
+    def _give(self, extent: Extent) -> None:
+        taken = taken_by(extent.nbytes)
+        self._space.give(extent.offset, taken)
+        self.used -= taken
+        self.rounded -= taken - extent.nbytes
+
+
+def taken_by(nbytes: int) -> int:
+    """What an extent takes of the file; even an empty one has a place of its own."""
+    return max(ALIGN, round_up(nbytes))
 
 
 def _checked(memory: Bytes) -> list[Bytes]:

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from offload.budget import cannot_admit
 from offload.device import VirtualTask
-from offload.disk.extent import Extent, Verb
+from offload.disk.extent import Extent, ExtentFile, Verb, taken_by
 from offload.errors import SimulationError
 from offload.events import Bus
-from offload.free_ranges import Space
-from offload.pages import ALIGN, round_up
+from offload.pages import ALIGN
 from offload.tier import Tier
 from offload.virtual import Access, Machine, access
 from offload.work import HostWork
@@ -30,43 +29,31 @@ _LANES = 16
 _FILE = 1 << 60
 
 
-class VirtualDisk:
+class VirtualDisk(ExtentFile):
     """The scratch file that a rank would have.  Arguments and attributes as of `DiskFile`."""
 
     direct = True
 
     def __init__(self, machine: Machine, *, limit: int | None = None, bus: Bus | None = None) -> None:
-        self.path, self.limit, self.used = Path("virtual"), limit, 0
+        super().__init__(Path("virtual"), limit, ALIGN)
         self._machine, self._bus = machine, Bus() if bus is None else bus
-        self._space = Space(ALIGN)
-        self.rounded = 0
         #: Requests take their time one after the other, and are in no order but for who waits for them.
         self._lanes = [machine.side(f"disk {number}") for number in range(_LANES)]
         self._asked = 0
 
-    @property
-    def reserved(self) -> int:
-        return self._space.end - ALIGN
-
     def allocate(self, nbytes: int, key: str) -> Extent:
-        taken = max(ALIGN, round_up(nbytes))
         used = self.used - self.rounded
         if self.limit is not None and used + nbytes > self.limit:
             raise cannot_admit(Tier.DISK, key, nbytes, used=used, limit=self.limit, note="on the virtual disk")
-        start = self._space.take(taken)
-        if start is None:
-            self._space.extend(self._space.lacking(taken))
-            start = self._space.take(taken)
-        assert start is not None
-        self.used += taken
-        self.rounded += taken - nbytes
-        return Extent(start, nbytes, key, self.path)
+        extent = self._take(nbytes, key)
+        if extent is None:
+            self._space.extend(self._space.lacking(taken_by(nbytes)))
+            extent = self._take(nbytes, key)
+        assert extent is not None
+        return extent
 
     def free(self, extent: Extent) -> None:
-        taken = max(ALIGN, round_up(extent.nbytes))
-        self._space.give(extent.offset, taken)
-        self.used -= taken
-        self.rounded -= taken - extent.nbytes
+        self._give(extent)
 
     def keep(self, extent: Extent, key: str) -> NoReturn:
         raise SimulationError(
