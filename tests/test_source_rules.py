@@ -250,9 +250,9 @@ FIRST = "class First:\n    size = 1\n    def free(self, key: str) -> int: ...\n"
 def test_the_rule_of_protocols_notices_one_that_a_single_class_implements(other: str) -> None:
     findings = protocols_have_several_implementers([source("zhooks/unit/unit.py", SPACE + FIRST + other)])
     assert findings[0] == "zhooks/unit/unit.py:1: Space is a Protocol: expected two classes, found First"
-    below = [source("offload/disk/io.py", SPACE + other), source("zhooks/unit/unit.py", FIRST)]
-    assert protocols_have_several_implementers(below)[0].startswith("offload/disk/io.py:1: Space is a Protocol")
-    above = [source("zhooks/unit/unit.py", SPACE), source("offload/disk/io.py", FIRST + FIRST.replace("First", "Second"))]
+    below = [source("offload/disk/scratch.py", SPACE + other), source("zhooks/unit/unit.py", FIRST)]
+    assert protocols_have_several_implementers(below)[0].startswith("offload/disk/scratch.py:1: Space is a Protocol")
+    above = [source("zhooks/unit/unit.py", SPACE), source("offload/disk/scratch.py", FIRST + FIRST.replace("First", "Second"))]
     assert protocols_have_several_implementers(above)[0].endswith("found none"), "offload cannot be given to zhooks' own"
 
 

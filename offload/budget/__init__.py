@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from offload.budget.budget import Account, Budget, cannot_admit
-from offload.budget.machine import ALONE, THIS_MACHINE, Bound, Facts, Machine, Ranks, Shared, available, kept_free, preflight
+from offload.budget.machine import ALONE, THIS_MACHINE, Bound, Machine, Ranks, Shared, available, kept_free, preflight
 
 __all__ = [
-    "ALONE", "THIS_MACHINE", "Account", "Bound", "Budget", "Facts", "Machine", "Ranks", "Shared", "available", "cannot_admit",
+    "ALONE", "THIS_MACHINE", "Account", "Bound", "Budget", "Machine", "Ranks", "Shared", "available", "cannot_admit",
     "kept_free", "preflight",
 ]  # fmt: skip

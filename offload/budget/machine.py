@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "ALONE", "THIS_MACHINE", "Bound", "Facts", "Machine", "Ranks", "Shared", "available", "existing", "kept_free", "preflight",
+    "ALONE", "THIS_MACHINE", "Bound", "Machine", "Ranks", "Shared", "available", "existing", "kept_free", "preflight",
 ]  # fmt: skip
 
 #: cgroup v1 says "no limit" as the largest whole number of pages.
@@ -67,11 +67,11 @@ class Bound:
         return self.shared is Shared.PROCESS
 
 
-@dataclass(frozen=True, slots=True)
 class Machine:
     """Where the facts are read; ``root`` is "/" outside tests."""
 
-    root: Path = Path("/")
+    def __init__(self, root: Path = Path("/")) -> None:
+        self.root = root
 
     def memory_bounds(self, *, pinned: bool = False) -> list[Bound]:
         """Everything that bounds host memory: what is available, each cgroup above this process, its own limits.
@@ -265,19 +265,6 @@ class Ranks:
 ALONE = Ranks()
 
 
-class Facts(Protocol):
-    """What a host has (`Machine`)."""
-
-    def memory_bounds(self, *, pinned: bool = False) -> list[Bound]:
-        """Everything that bounds its memory."""
-
-    def disk_free(self, folder: Path) -> int:
-        """Bytes that may still be written below ``folder``."""
-
-    def is_memory(self, folder: Path) -> bool:
-        """What is written there is in memory."""
-
-
 class Measured(Protocol):
     """A device that says what it has (`offload.device.Device`)."""
 
@@ -296,7 +283,7 @@ def preflight(
     folder: Path | None = None,
     pinned: bool = False,
     ranks: Ranks = ALONE,
-    machine: Facts = THIS_MACHINE,
+    machine: Machine = THIS_MACHINE,
 ) -> None:
     """Refuse a plan that this machine cannot hold, before anything of it is allocated.
 
@@ -337,7 +324,7 @@ def available(
     *,
     pinned: bool = False,
     ranks: Ranks = ALONE,
-    machine: Facts = THIS_MACHINE,
+    machine: Machine = THIS_MACHINE,
 ) -> int:
     """Bytes of ``tier`` that each of ``ranks`` could take now; of one alone what "80%" in a policy is of.
 
@@ -356,7 +343,7 @@ def _shares_memory(device: Measured | None) -> bool:
 
 
 def _in_memory(
-    need: Mapping[Tier, int], device: Measured | None, folder: Path | None, machine: Facts
+    need: Mapping[Tier, int], device: Measured | None, folder: Path | None, machine: Machine
 ) -> tuple[int, list[str]]:
     """What of the need lies in host memory, and its terms as text."""
     tiers = [Tier.HOST]

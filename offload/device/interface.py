@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from offload.budget import THIS_MACHINE, Facts
+from offload.budget import THIS_MACHINE
+from offload.budget import Machine as HostMachine
 from offload.device.torch_module import memory_of, used_of
 from offload.errors import TierError
 from offload.events import Bus
@@ -129,7 +130,7 @@ class Device(ABC):
         """
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> HostMachine:
         """What the host has."""
         return THIS_MACHINE
 

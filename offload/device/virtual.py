@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.budget import Bound, Facts, Shared
+from offload.budget import Bound, Shared
+from offload.budget import Machine as HostMachine
 from offload.device.interface import HostMemory, Mark
 from offload.device.stream_device import StreamCalls, StreamDevice, after
 from offload.events import During, KnownTime
@@ -109,7 +110,7 @@ class VirtualDevice(StreamDevice):
         self._watched: list[tuple[Moment, Any]] = []
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> HostMachine:
         return _Host(self.machine)
 
     @property
@@ -163,10 +164,11 @@ class VirtualDevice(StreamDevice):
         return False
 
 
-class _Host:
+class _Host(HostMachine):
     """This rank's share of the host's memory and disk."""
 
     def __init__(self, machine: Machine) -> None:
+        super().__init__()
         self._machine = machine
 
     def memory_bounds(self, *, pinned: bool = False) -> list[Bound]:

@@ -77,8 +77,7 @@ class CostModel:
             HardwareError: the profile has no rate for that dtype.
         """
         device, bound = self.hardware.device, self.hardware.memory_bound
-        _from_zero("compute: FLOPs", flops)
-        _from_zero("compute: bytes", nbytes)
+        _from_zero("compute", FLOPs=flops, bytes=nbytes)
         bandwidth = device.memory_bandwidth * fraction_at(bound.by_operation.get(operation, bound.points), nbytes)
         seconds = max(device.launch, nbytes / bandwidth)
         if flops > 0:
@@ -129,8 +128,8 @@ class CostModel:
             HardwareError: there is no such direction.
         """
         host, device, link = self.hardware.host, self.hardware.device, self.hardware.host_link
-        _at_least_one("copy: sharing", sharing)
-        _from_zero("copy: bytes", nbytes)
+        _at_least_one("copy", sharing=sharing)
+        _from_zero("copy", bytes=nbytes)
         if direction == "h2h":
             return nbytes / min(host.copy_rate, host.memory_bandwidth / (2 * sharing))
         if direction == "d2d":
@@ -143,7 +142,7 @@ class CostModel:
 
     def fresh(self, nbytes: float) -> float:
         """Return the seconds of the first touch of ``nbytes`` of new host pages; 0 if the profile has no figure."""
-        _from_zero("fresh: bytes", nbytes)
+        _from_zero("fresh", bytes=nbytes)
         return 0.0 if self.hardware.host.fresh_rate is None else nbytes / self.hardware.host.fresh_rate
 
     def disk(self, kind: str, nbytes: float, depth: int = 1, sharing: int = 1) -> float:
@@ -162,9 +161,8 @@ class CostModel:
             raise HardwareError(f"{self.hardware.name}: the profile has no [disk]; write one, or keep everything in memory")
         if kind not in ("read", "write"):
             raise HardwareError(f'disk expected "read" or "write", found {kind!r}')
-        _from_zero("disk: bytes", nbytes)
-        _at_least_one("disk: depth", depth)
-        _at_least_one("disk: sharing", sharing)
+        _from_zero("disk", bytes=nbytes)
+        _at_least_one("disk", depth=depth, sharing=sharing)
         drive = disk.read if kind == "read" else disk.write
         # Of the drive that has most of the request: a stripe, or its share of many.
         most = max(min(nbytes, disk.stripe), nbytes / disk.count)
@@ -217,9 +215,8 @@ class CostModel:
             sharing: how many ranks of the node update at once; each has its share of cores and bandwidth.
         """
         host = self.hardware.host
-        _at_least_one("host_update: sharing", sharing)
-        _from_zero("host_update: bytes", nbytes)
-        _from_zero("host_update: FLOPs", flops)
+        _at_least_one("host_update", sharing=sharing)
+        _from_zero("host_update", bytes=nbytes, FLOPs=flops)
         if self.hardware.kind == "cpu":
             # A device is one thread: it reaches what it reaches as a device, and no more than its share of the host.
             points = self.hardware.memory_bound.points
@@ -236,9 +233,8 @@ class CostModel:
             devices: of the whole run; nodes are counted whole.
         """
         power, price = self.hardware.power, self.hardware.price
-        _from_zero("step: seconds", seconds)
-        _from_zero("step: busy", busy)
-        _at_least_one("step: devices", devices)
+        _from_zero("step", seconds=seconds, busy=busy)
+        _at_least_one("step", devices=devices)
         joules = None
         if power is not None:
             nodes = math.ceil(devices / self.hardware.device.count)
@@ -247,14 +243,16 @@ class CostModel:
         return StepCost(joules, None if price is None else price.device_hour * devices * seconds / 3600)
 
 
-def _at_least_one(what: str, number: int) -> None:
-    if number < 1:
-        raise HardwareError(f"{what} expected a number from 1, found {number}")
+def _at_least_one(what: str, **numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            raise HardwareError(f"{what}: {name} expected a number from 1, found {number}")
 
 
-def _from_zero(what: str, number: float) -> None:
-    if not 0 <= number < math.inf:
-        raise HardwareError(f"{what} expected a finite number from 0, found {number}")
+def _from_zero(what: str, **numbers: float) -> None:
+    for name, number in numbers.items():
+        if not 0 <= number < math.inf:
+            raise HardwareError(f"{what}: {name} expected a finite number from 0, found {number}")
 
 
 def as_ns(seconds: float) -> int:

@@ -135,7 +135,7 @@ def adam(
     _check("adam", tensors, noise)
     coupled = how.weight_decay != 0 and not how.decoupled
     # torch.lerp compares the weight as fp32.
-    light = abs(_fp32(1 - how.beta1)) < 0.5
+    light = abs(ctypes.c_float(1 - how.beta1).value) < 0.5
     scalars = (
         -scale if how.maximize else scale,
         1 - how.lr * how.weight_decay if how.decoupled else 1.0,
@@ -227,17 +227,6 @@ def _loops() -> ModuleType:
     return kernel_loops
 
 
-def _ready() -> ModuleType:
-    lacks = available()
-    if lacks is not None:
-        raise CapabilityError(f'{lacks}. Set [optimizer] kernel = "torch".')
-    return _loops()
-
-
-def _fp32(value: float) -> float:
-    return ctypes.c_float(value).value
-
-
 def _check(kernel: str, tensors: Mapping[str, Tensor | None], noise: Noise | None = None) -> None:
     """Raise LayoutError unless all tensors are as `adam` says."""
     numel = next(tensor.numel() for tensor in tensors.values() if tensor is not None)
@@ -296,9 +285,12 @@ def _update(
     numel = given[0].numel()
     # A fake tensor has no elements to update; that it was written is all that can be known of it.
     if numel > 0 and not any(isinstance(tensor, FakeTensor) for tensor in given):
+        lacks = available()
+        if lacks is not None:
+            raise CapabilityError(f'{lacks}. Set [optimizer] kernel = "torch".')
         words = (0, 0, 0) if noise is None else (noise.one, noise.two, noise.start)
         places = (*(0 if tensor is None else tensor.data_ptr() for tensor in tensors.values()), *words)
-        _run(choose(_ready()), numel, places, scalars, threads, multiple=_LINE)
+        _run(choose(_loops()), numel, places, scalars, threads, multiple=_LINE)
     torch.autograd.graph.increment_version(
         [tensor for name, tensor in tensors.items() if tensor is not None and name != "grad"]
     )
