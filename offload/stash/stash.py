@@ -190,7 +190,11 @@ class Stash:
             if copy is None:
                 if nbytes < least:
                     return None
-                self._raise_failures()
+                # What could not be put away is lost: better said in this forward than in its backward.
+                failed, self._failed = self._failed, []
+                for lost in (one.lost for reference in failed if (one := reference()) is not None):
+                    if lost is not None:
+                        raise TierError(lost)
                 copy = self._new(tensor, span)
             copy.saves += 1
             probe = tensor.detach()
@@ -257,13 +261,6 @@ class Stash:
         if self._bus.active:
             self._bus.end("stash", departure.key, departure.nbytes, at=self._at and (during(departure.work) or HERE))
 
-    def _raise_failures(self) -> None:
-        """What could not be put away is lost: better said in this forward than in its backward."""
-        failed, self._failed = self._failed, []
-        for reference in failed:
-            if (copy := reference()) is not None and copy.lost is not None:
-                raise TierError(copy.lost)
-
     # Bringing back.
 
     def open(self, saved: Saved) -> Tensor:
@@ -288,7 +285,15 @@ class Stash:
             return values
 
     def _bring(self, copy: _Copy) -> Tensor:
-        self._land(copy)
+        if copy.lost is None:
+            self._bus.begin("wait stash", copy.key, at=HERE)
+            try:
+                copy.leaving.wait()
+            except Exception as error:
+                copy.lost = str(error)
+            self._bus.end("wait stash", copy.key, at=HERE)
+        if copy.lost is not None:
+            raise TierError(copy.lost)
         if self._bus.active:
             self._bus.begin("unstash", copy.key, copy.nbytes, at=HERE)
         if self._tier is self._back_on:
@@ -301,18 +306,6 @@ class Stash:
         if self._bus.active:
             self._bus.end("unstash", copy.key, copy.nbytes, at=during(copy.arriving) or HERE)
         return base
-
-    def _land(self, copy: _Copy) -> None:
-        """Wait until a copy is away."""
-        if copy.lost is None:
-            self._bus.begin("wait stash", copy.key, at=HERE)
-            try:
-                copy.leaving.wait()
-            except Exception as error:
-                copy.lost = str(error)
-            self._bus.end("wait stash", copy.key, at=HERE)
-        if copy.lost is not None:
-            raise TierError(copy.lost)
 
     def _fetch(self, copy: _Copy) -> None:
         """Start bringing a copy back."""
@@ -395,12 +388,6 @@ class Stash:
             self._kept_nbytes -= note.kept
             for allocation in note.allocations:
                 self._allocations.free_later(allocation, *note.works)
-        if self._departures:
-            self._see_off()
-        self._allocations.sweep()
-
-    def _see_off(self) -> None:
-        """Take note of the copies that are out."""
         # Copies to the host end in their order; those to disk in any.
         in_order = self._tier is Tier.HOST
         for departure in tuple(self._departures):
@@ -408,7 +395,9 @@ class Stash:
                 self._departures.remove(departure)
                 self._departed(departure)
             elif in_order:
-                return
+                break
+        if self._allocations.later:
+            self._allocations.sweep()
 
     def _catch_up(self) -> None:
         """Wait for everything that is on its way out."""
