@@ -695,7 +695,7 @@ OF_LIBRARIES = {"_buffers", "_config", "_grouped_mm", "_indices", "_save", "_sna
 #: How often the modules of a package use what is private to an object of another module. These numbers only fall.
 #: Most are the fields of a sharded tensor, which is a torch.Tensor: without an underscore they could hide names of torch's.
 PRIVATE_USES = {
-    "offload.device": 2, "zhooks.activation": 1, "zhooks.build": 1, "zhooks.checkpoint": 13, "zhooks.grad": 16,
+    "zhooks.activation": 1, "zhooks.build": 1, "zhooks.checkpoint": 13, "zhooks.grad": 16,
     "zhooks.live": 7, "zhooks.optim": 41, "zhooks.report": 8, "zhooks.resilience": 1, "zhooks.session": 1, "zhooks.tensor": 174,
     "zhooks.unit": 2, "zhooks.whole": 5, "zprof": 1,
 }  # fmt: skip

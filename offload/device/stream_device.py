@@ -124,6 +124,8 @@ class _Copy:
     """A copy on a copy stream, and what it must keep alive.
 
     Attributes:
+        event: passes when it is over.
+        kept: tensors that stay alive until then, or until a stream orders their memory.
         during: when the stream does it; None where no observer keeps time.
     """
 
@@ -131,9 +133,9 @@ class _Copy:
         self, device: StreamDevice, event: Any, key: str, kept: tuple[Tensor, ...], during: During | None = None
     ) -> None:
         self._device = device
-        self._event = event
+        self.event = event
         self._key = key
-        self._kept = kept
+        self.kept = kept
         self.during = during
         self.span = ("", "", 0)
 
@@ -141,27 +143,27 @@ class _Copy:
         calls = self._device.calls
         current = calls.current()
         try:
-            current.wait_event(self._event)
+            current.wait_event(self.event)
         except RuntimeError as error:
             raise failed(self._key, error) from error
         # From here on the current stream orders the device's side: it may be freed as soon as that stream allows, even
         # where another stream allocated it. The host's side is still being read or written until the event.
-        kept = self._kept
+        kept = self.kept
         for tensor in kept:
             if calls.here(tensor):
                 calls.keep(tensor, current)
-        self._kept = tuple(tensor for tensor in kept if not calls.here(tensor))
+        self.kept = tuple(tensor for tensor in kept if not calls.here(tensor))
 
     def synchronize(self) -> None:
         try:
-            self._event.synchronize()
+            self.event.synchronize()
         except RuntimeError as error:
             raise failed(self._key, error) from error
-        self._kept = ()
+        self.kept = ()
 
     def done(self) -> bool:
         try:
-            return bool(self._event.query())
+            return bool(self.event.query())
         except RuntimeError:
             # A failed device answers every query with its error; `wait` and `synchronize` are where it is raised.
             return True
@@ -170,7 +172,7 @@ class _Copy:
         if self.done():
             call()
         else:
-            self._device.watch(self._event, call)
+            self._device.watch(self.event, call)
 
 
 class StreamDevice(Device):

@@ -145,7 +145,7 @@ class VirtualDevice(StreamDevice):
 
     def watch(self, event: Moment, call: Callable[[], None]) -> None:
         # The thread lets go of what it copied at the end of the copy, and the first thread has not come to that time yet.
-        self._watched += [(event, one._kept) for copies in self._in_flight.values() for one in copies if one._event is event]
+        self._watched += [(event, one.kept) for copies in self._in_flight.values() for one in copies if one.event is event]
         with self.machine.thread("thread of copies"):
             after(event, call)
 

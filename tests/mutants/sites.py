@@ -71,8 +71,8 @@ VIRTUAL = "running()."
 OF_THE_HOST = ("BackendWork._wait_in_slices",)
 #: Where a wait comes to a stream, an event or a backend's work; other waits are made of these.
 LEAVES = (
-    "_Copy.wait: current.wait_event(self._event)",
-    "_Copy.synchronize: self._event.synchronize()",
+    "_Copy.wait: current.wait_event(self.event)",
+    "_Copy.synchronize: self.event.synchronize()",
     "BackendWork.wait: work.wait()",
 )
 #: What the virtual device does not run in addition.

@@ -13,9 +13,9 @@ from tests.support.ranks import Pool
 
 #: A call of each kind, and the quickest program or workload that shows it to be missing.
 SAMPLE = {
-    "_Copy.wait: current.wait_event(self._event)": "activation of two streams",
+    "_Copy.wait: current.wait_event(self.event)": "activation of two streams",
     "_Copy.wait: calls.keep(tensor, current)": "activation read at once",
-    "_Copy.synchronize: self._event.synchronize()": "activations in a small window",
+    "_Copy.synchronize: self.event.synchronize()": "activations in a small window",
     "StreamDevice.copy: stream.wait_event(self.mark() if after is None else after)": "activation read at once",
     "StreamDevice.copy: self._in_flight[stream].append(started)": "copy that nobody waits for",
     "StreamDevice.mark: event.record(self.calls.current())": "activation read at once",

@@ -12,8 +12,8 @@ from tests.support.virtual import on_virtual
 
 #: Calls of a device with streams that "host" makes, a tier that all of them are for.
 SAMPLE = (
-    "_Copy.wait: current.wait_event(self._event)",
-    "_Copy.synchronize: self._event.synchronize()",
+    "_Copy.wait: current.wait_event(self.event)",
+    "_Copy.synchronize: self.event.synchronize()",
     "StreamDevice.copy: stream.wait_event(self.mark() if after is None else after)",
     "StreamDevice.mark: event.record(self.calls.current())",
 )
