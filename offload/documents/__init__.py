@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from offload.documents.fields import SIZE_SCHEMA, Name, Names, Size, Table, sized, words
 from offload.documents.load import MAX_FILE_NBYTES, Document, Kind, Place, Spot, member, plain, read
-from offload.documents.problems import complain, explain, nearest, tables_of
+from offload.documents.tables import (
+    SIZE_SCHEMA,
+    Name,
+    Names,
+    Size,
+    Table,
+    complain,
+    explain,
+    nearest,
+    sized,
+    tables_of,
+    words,
+)
 
 __all__ = [
     "MAX_FILE_NBYTES",

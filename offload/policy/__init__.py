@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from offload.documents import Table
 from offload.policy.costs import Cost, Footprint, cost, footprint
-from offload.policy.policy import Argument, IgnoredKeys, Policy, written
-from offload.policy.precision import Precision
-from offload.policy.rules import CELLS, Rule, RuleCell, RulePrecision
-from offload.policy.tables import Activation
+from offload.policy.deepspeed import Argument, IgnoredKeys
+from offload.policy.policy import Policy, written
+from offload.policy.tables import CELLS, Activation, Precision, Rule, RuleCell, RulePrecision
 
 __all__ = [
     "CELLS",

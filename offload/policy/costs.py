@@ -1,7 +1,6 @@
-"""Owns the bytes a rank holds between steps: of one buffer's cells, and of a policy with Adam for a number of parameters.
+"""The bytes a rank holds between steps: of one buffer's cells, and of a policy with Adam for a number of parameters.
 
-``zhooks`` asks for the footprint of its flat buffers, ``zprof policy show`` for the cost of a policy; a planner may ask it of
-many. Pure arithmetic: it never looks at a model or a machine, and counts no buffers that come and go.
+Pure arithmetic, which counts no buffers that come and go.
 
 Source: ZeRO, arXiv:1910.02054, section 3, with the masters in fp32 and gradients in the masters' dtype.
 """
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.policy.policy import Policy
-from offload.policy.rules import CELLS
+from offload.policy.tables import CELLS
 from offload.text import Share
 from offload.tier import Tier, Tiers
 

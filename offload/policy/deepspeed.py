@@ -1,39 +1,29 @@
-"""Owns the DeepSpeed dialect: a DeepSpeed configuration read as a policy, and the list of what it asks for in vain.
+"""A DeepSpeed configuration read as a policy, and the list of what it asks for that has no counterpart.
 
-`policy_layers` calls it for a file or mapping that speaks it. It never imports DeepSpeed, and never drops a key
-in silence: each is translated, means what happens here anyway, is listed with what to do instead, or is an error.
+Each key is translated, means what happens here anyway, is listed with what to do instead, or is an error.
 
 Source: DeepSpeed's documentation, "DeepSpeed Configuration JSON".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from offload.documents import Document, Place, complain, nearest
-from offload.policy.deepspeed_keys import ALIASES, AMBIGUOUS, HONOURED, LEFT_OPEN, OTHER, enabled
+from offload.policy.deepspeed_keys import ALIASES, AMBIGUOUS, HONOURED, LEFT_OPEN, OTHER, TAKES, enabled
 from offload.policy.tables import POLICY
 from offload.text import shown
 
 __all__ = ["Argument", "IgnoredKeys", "speaks", "translate"]
 
-_TIERS = {"cpu": "host", "nvme": "disk", "none": "device"}
-_DTYPES = {
-    **dict.fromkeys(("fp32", "float32", "torch.float32", "float"), "fp32"),
-    **dict.fromkeys(("fp16", "float16", "torch.float16", "half"), "fp16"),
-    **dict.fromkeys(("bf16", "bfloat16", "bfp16", "torch.bfloat16"), "bf16"),
-}
 #: [units] max_numel below this would split a model into crumbs, where DeepSpeed's small buckets only reduce oftener.
 _LEAST_BUCKET_NUMEL = 1 << 20
 _LEAST_BLOCK_NBYTES = 1 << 20
-_LARGEST_SCALE = 2.0**127
 #: DeepSpeed's defaults where they are not ours.
 _DYNAMIC = {"growth_interval": 1000, "hysteresis": 2}
 _AIO_DEFAULTS = {"block_size": 1 << 20, "queue_depth": 8, "thread_count": 1, "intra_op_parallelism": 1}
-
-
 #: Keys that the warning names; `zprof policy check` lists them all.
 _MOST_NAMED = 20
 
@@ -104,15 +94,20 @@ def translate(
     document = at or Document(POLICY, "policy", dict(values))
     read = _Reading(values)
     read.fill(arguments or {})
-    zero = read.zero()
-    stage = read.stage(zero)
-    policy: dict[str, Any] = {} if stage is None else {"stage": stage}
-    offloaded = _offload(read, 3 if stage is None else stage)
-    policy |= offloaded | _activation(read) | _precision(read)
-    if "optimizer" in offloaded and ("parameter" in offloaded or "param" in policy.get("precision", {})):
+    policy: dict[str, Any] = {}
+    zero = read.written("zero_optimization")
+    if not isinstance(zero, Mapping) and zero != "auto":
+        policy["stage"] = 1 if zero is True else 0
+    elif zero != "auto" and read.written("zero_optimization.stage") != "auto":
+        policy["stage"] = read("zero_optimization.stage") or 0
+    policy |= _offload(read, policy.get("stage", 3))
+    if read("activation_checkpointing.cpu_checkpointing"):
+        policy["activation"] = {"tier": "host", "checkpoint": "unit"}
+    policy |= _precision(read)
+    if "optimizer" in policy and ("parameter" in policy or "param" in policy.get("precision", {})):
         # Else the parameters are their own masters and stay on the device: so does the update.
-        policy["optimizer"] = {**offloaded["optimizer"], "compute": "host"}
-    policy |= _sizes(read) | _schedule(read) | _host(read) | _disk(read)
+        policy["optimizer"]["compute"] = "host"
+    policy |= _sizes(read) | _host(read) | _disk(read)
     read.unread()
     if read.problems:
         raise complain(read.problems, document)
@@ -130,7 +125,7 @@ def _ours(values: Mapping[str, Any], own: frozenset[str]) -> list[str]:
 
 
 class _Reading:
-    """One configuration being read: hands out values by place, and collects problems and what is not honoured."""
+    """One configuration being read: hands out values by dotted key, and collects problems and what is not honoured."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values: dict[Place, Any] = {}
@@ -151,7 +146,7 @@ class _Reading:
             if key not in HONOURED[place] and key not in OTHER.get(place, {}) and target == (*place, key):
                 if not key.startswith(("_", "$")):
                     self.problems.append((here, _unknown(key, place)))
-            elif target in self._written and value != "auto" and self.get(target) not in (None, value):
+            elif target in self._written and value != "auto" and self._values[target] not in (None, "auto", value):
                 was = ".".join(self._written[target])
                 self.problems.append((here, f"another spelling of {was}, which is also set; keep one of them"))
             else:
@@ -188,105 +183,61 @@ class _Reading:
             else:
                 self._leaves.setdefault(place[:known], set()).add(place[known:])
 
-    def get(self, place: Place) -> Any:
-        """The value written at ``place``; None where there is none or it is "auto"."""
-        value = self._values.get(place)
+    def written(self, key: str) -> Any:
+        """What is written there, "auto" too."""
+        return self._values.get(tuple(key.split(".")))
+
+    def get(self, key: str) -> Any:
+        """The value as it is written; None where there is none or it is "auto"."""
+        value = self.written(key)
         return None if isinstance(value, str) and value == "auto" else value
+
+    def __call__(self, key: str) -> Any:
+        """What the value stands for here; None, too, where the key does not take it, which is a problem."""
+        *table, name = key.split(".")
+        takes, value = TAKES[tuple(table)][name], self.get(key)
+        assert takes is not None, f"{key} is a table"
+        if value is None or takes.fits(value):
+            return None if value is None else takes.means(value)
+        self.refuse((*table, name), f'{takes.expected} or "auto"')
+        return None
 
     def refuse(self, place: Place, expected: str) -> None:
         self.problems.append((self._written[place], f"expected {expected}, found {shown(self._values[place])}"))
 
-    def ignore(self, place: Place, instead: str) -> None:
+    def ignore(self, key: str, instead: str) -> None:
+        self._list(tuple(key.split(".")), instead)
+
+    def _list(self, place: Place, instead: str) -> None:
         value = self._values[place]
         number = f"{value:g}" if isinstance(value, float) else shown(value)
         text = "" if isinstance(value, Mapping) else f" = {number}"
         self.ignored.append(f"{'.'.join(self._written[place])}{text}: {instead}")
 
-    def _typed(self, place: Place, fits: Callable[[Any], bool], expected: str) -> Any:
-        value = self.get(place)
-        if value is None or fits(value):
-            return value
-        self.refuse(place, f'{expected} or "auto"')
-        return None
-
-    def flag(self, *place: str) -> bool | None:
-        value: bool | None = self._typed(place, lambda value: isinstance(value, bool), "true or false")
-        return value
-
-    def number(self, *place: str) -> int | None:
-        value = self._typed(place, _is_count, "a whole number, 0 or more")
-        return None if value is None else int(value)
-
-    def bounded(self, low: float, high: float, *place: str) -> float | None:
-        def fits(value: object) -> bool:
-            return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
-
-        value = self._typed(place, fits, f"a number from {low:g} to {high:g}")
-        return None if value is None else float(value)
-
-    def choice(self, choices: Mapping[str, str], *place: str) -> str | None:
-        fits = f"one of {', '.join(choices)}"
-        value = self._typed(place, lambda value: isinstance(value, str) and value in choices, fits)
-        return None if value is None else choices[value]
-
-    def path(self, *place: str) -> str | None:
-        def fits(value: object) -> bool:
-            return isinstance(value, str) and 0 < len(value) <= 4096 and value.isprintable()
-
-        value: str | None = self._typed(place, fits, "a path")
-        return value
-
-    def zero(self) -> object:
-        """The value of zero_optimization: a table, or the old true or false."""
-        return self._values.get(("zero_optimization",))
-
-    def stage(self, zero: object) -> int | None:
-        """The stage; None leaves it to the policy's default."""
-        if isinstance(zero, str) and zero == "auto":
-            return None
-        if not isinstance(zero, Mapping):
-            return 1 if zero is True else 0
-        place = ("zero_optimization", "stage")
-        if self._values.get(place) == "auto":
-            return None
-        stage = self._typed(place, lambda value: _is_count(value) and value <= 3, "0, 1, 2 or 3")
-        return int(stage or 0)
-
     def unread(self) -> None:
         """List the keys that have no counterpart and ask for something else than what happens here."""
-        fp16, bf16 = (self.get((name, "enabled")) for name in ("fp16", "bf16"))
+        on = {name: self.get(f"{name}.enabled") is True for name in ("fp16", "bf16")}
         for place, value in self._values.items():
-            other = OTHER.get(place[:-1], {}).get(place[-1])
-            off = (place[0] == "fp16" and fp16 is not True) or (place[0] == "bf16" and bf16 is not True)
             if place in self._taken:
                 continue
-            if self._automatic(place):
-                self._left_open(place)
+            # Null, which DeepSpeed does not take there, decides nothing either.
+            if value == "auto" or (value is None and place[-1] in ("enabled", "stage")):
+                decided = place[0] in on and any(on.values())
+                if place in LEFT_OPEN and not decided:
+                    # A launcher's value would make another run of it.
+                    left = "left to transformers or accelerate, which are not used here"
+                    self._list(place, f"{left}; {LEFT_OPEN[place]}")
                 continue
-            if other is None or off or self.get(place) is None or not enabled(value):
+            other = OTHER.get(place[:-1], {}).get(place[-1])
+            if other is None or value is None or not on.get(place[0], True) or not enabled(value):
                 continue
             if place in self._leaves and isinstance(value, Mapping):
-                for left in _leaves(value):
-                    if left not in self._leaves[place] and left[-1] not in _LEFT_TO_ARGUMENTS:
-                        self.ignored.append(f"{'.'.join((*self._written[place], *left))}: set it with the launcher's arguments")
-                continue
-            if not any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in other.same):
-                self.ignore(place, other.instead)
-
-
-    def _automatic(self, place: Place) -> bool:
-        """Whether it is left open; null, which DeepSpeed does not take there, decides nothing either."""
-        if place not in self._values:
-            return False
-        value = self._values[place]
-        return (isinstance(value, str) and value == "auto") or (value is None and place[-1] in ("enabled", "stage"))
-
-    def _left_open(self, place: Place) -> None:
-        """List a key that was left to a launcher, where its value would make another run of it."""
-        written = LEFT_OPEN.get(place)
-        decided = any(self.get((name, "enabled")) is True for name in ("fp16", "bf16")) and place[0] in ("fp16", "bf16")
-        if written is not None and not decided:
-            self.ignore(place, f"left to transformers or accelerate, which are not used here; {written}")
+                for left_place in _leaves(value):
+                    if left_place not in self._leaves[place] and left_place[-1] not in _LEFT_TO_ARGUMENTS:
+                        dotted = ".".join((*self._written[place], *left_place))
+                        self.ignored.append(f"{dotted}: set it with the launcher's arguments")
+            elif not any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in other.same):
+                self._list(place, other.instead)
 
 
 #: Written beside what a launcher does; they mean what it does anyway, or nothing where they say "auto".
@@ -302,11 +253,6 @@ def _leaves(table: Mapping[str, Any], above: Place = ()) -> Iterator[Place]:
             yield (*above, key)
 
 
-def _is_count(value: Any) -> bool:
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    return whole and not isinstance(value, bool) and value >= 0
-
-
 def _unknown(key: str, place: Place) -> str:
     known = HONOURED[place] | OTHER.get(place, {}).keys()
     near = nearest(key, known)
@@ -320,149 +266,109 @@ def _unknown(key: str, place: Place) -> str:
 def _offload(read: _Reading, stage: int) -> dict[str, Any]:
     """The tiers: offload_param is the parameters', offload_optimizer the states', the masters' and the gradients'."""
     policy: dict[str, Any] = {}
-    found = {cell: _offload_tier(read, cell) for cell in ("param", "optimizer")}
-    for cell, tier in found.items():
-        place = ("zero_optimization", f"offload_{cell}")
-        if tier in (None, "device"):
+    olds = {"param": ("cpu_offload_param", "cpu_offload_params"), "optimizer": ("cpu_offload",)}
+    for cell, names in olds.items():
+        device = f"zero_optimization.offload_{cell}.device"
+        old = [f"zero_optimization.{name}" for name in names]
+        here = [read(key) for key in old]
+        tier = read(device) or ("host" if True in here else "device")
+        if tier == "device":
             continue
-        if cell == "param" and stage < 3:
-            _ignore_offload(read, place, "DeepSpeed, too, offloads parameters only at stage 3")
+        if stage < (3 if cell == "param" else 1):
+            what = "parameters only at stage 3" if cell == "param" else "nothing at stage 0"
+            for key in (device, *old):
+                if read.get(key) not in (None, False):
+                    read.ignore(key, f"DeepSpeed, too, offloads {what}")
         elif cell == "param":
             policy["parameter"] = {"tier": tier}
-        elif stage == 0:
-            _ignore_offload(read, place, "DeepSpeed, too, offloads nothing at stage 0")
         else:
-            policy |= {"gradient": {"tier": tier}, "optimizer": {"tier": tier} | _divided(read, stage)}
+            policy |= {"gradient": {"tier": tier}, "optimizer": {"tier": tier}}
+            # The share of the states that leaves the device.
+            away = read("zero_optimization.offload_optimizer.ratio")
+            if away is not None and away != 1 and stage < 3:
+                read.ignore("zero_optimization.offload_optimizer.ratio", "DeepSpeed, too, divides the states only at stage 3")
+            elif away is not None and away != 1:
+                policy["optimizer"]["device_share"] = round(1 - away, 12)
     return policy
-
-
-def _divided(read: _Reading, stage: int) -> dict[str, Any]:
-    """ratio is the share of the states that leaves the device, at stage 3."""
-    place = ("zero_optimization", "offload_optimizer", "ratio")
-    away = read.bounded(0.0, 1.0, *place)
-    if away is None or away == 1:
-        return {}
-    if stage < 3:
-        read.ignore(place, "DeepSpeed, too, divides the states only at stage 3")
-        return {}
-    return {"device_share": round(1 - away, 12)}
-
-
-def _ignore_offload(read: _Reading, place: Place, why: str) -> None:
-    # The old spelling is a key beside the table, not in it.
-    old = ("zero_optimization", "cpu_offload" if place[1] == "offload_optimizer" else "cpu_offload_param")
-    for written in ((*place, "device"), old, (old[0], "cpu_offload_params")):
-        if read.get(written) not in (None, False):
-            read.ignore(written, why)
-
-
-def _offload_tier(read: _Reading, cell: str) -> str | None:
-    tier = read.choice(_TIERS, "zero_optimization", f"offload_{cell}", "device")
-    names = ("cpu_offload",) if cell == "optimizer" else ("cpu_offload_param", "cpu_offload_params")
-    old = [read.flag("zero_optimization", name) for name in names]
-    return tier or ("host" if True in old else None)
-
-
-def _activation(read: _Reading) -> dict[str, Any]:
-    if read.flag("activation_checkpointing", "cpu_checkpointing"):
-        return {"activation": {"tier": "host", "checkpoint": "unit"}}
-    return {}
 
 
 def _precision(read: _Reading) -> dict[str, Any]:
     precision: dict[str, Any] = {}
-    fp16, bf16 = read.flag("fp16", "enabled"), read.flag("bf16", "enabled")
+    fp16, bf16 = read("fp16.enabled"), read("bf16.enabled")
     if fp16 and bf16:
         read.refuse(("bf16", "enabled"), "fp16 or bf16, not both enabled; set one to false")
     elif fp16 or bf16:
         precision["param"] = "fp16" if fp16 else "bf16"
-    cast = read.flag("fp16", "auto_cast")
+    cast = read("fp16.auto_cast")
     if fp16 and cast is not None:
         precision["cast_inputs"] = cast
-    scaled = _loss_scale(read)
-    precision |= scaled if fp16 and not bf16 else {}
-    reduce = read.choice(_DTYPES, "communication_data_type")
+    # DeepSpeed scales wherever fp16 is on; 0 is its word for dynamic.
+    scaling: dict[str, Any] = {"loss_scale": read("fp16.loss_scale")}
+    if not scaling["loss_scale"]:
+        power, window = read("fp16.initial_scale_power"), read("fp16.loss_scale_window")
+        hysteresis, least = read("fp16.hysteresis"), read("fp16.min_loss_scale")
+        scaling = {"loss_scale": "dynamic", **_DYNAMIC}
+        scaling |= {} if power is None else {"initial_scale": 2.0**power}
+        scaling |= {} if window is None else {"growth_interval": int(window)}
+        scaling |= {} if hysteresis is None else {"hysteresis": int(hysteresis)}
+        scaling |= {} if least is None else {"min_scale": least}
+    precision |= scaling if fp16 and not bf16 else {}
+    reduce = read("communication_data_type")
     if reduce:
         precision["reduce"] = reduce
-    accumulated = read.choice(_DTYPES, "data_types", "grad_accum_dtype")
-    if accumulated not in (None, "fp32"):
-        read.ignore(("data_types", "grad_accum_dtype"), "gradients accumulate in the dtype of the masters")
+    if read("data_types.grad_accum_dtype") not in (None, "fp32"):
+        read.ignore("data_types.grad_accum_dtype", "gradients accumulate in the dtype of the masters")
     return {"precision": precision} if precision else {}
 
 
-def _loss_scale(read: _Reading) -> dict[str, Any]:
-    """DeepSpeed scales wherever fp16 is on; 0 is its word for dynamic."""
-    fixed = read.bounded(0.0, _LARGEST_SCALE, "fp16", "loss_scale")
-    if fixed:
-        return {"loss_scale": fixed}
-    scaling: dict[str, Any] = {"loss_scale": "dynamic", **_DYNAMIC}
-    power = read.bounded(0.0, 127.0, "fp16", "initial_scale_power")
-    window = read.bounded(1.0, 2.0**31 - 1, "fp16", "loss_scale_window")
-    hysteresis = read.bounded(1.0, 1024.0, "fp16", "hysteresis")
-    least = read.bounded(2.0**-126, _LARGEST_SCALE, "fp16", "min_loss_scale")
-    written = {
-        "initial_scale": None if power is None else 2.0**power,
-        "growth_interval": None if window is None else int(window),
-        "hysteresis": None if hysteresis is None else int(hysteresis),
-        "min_scale": least,
-    }
-    return scaling | {key: value for key, value in written.items() if value is not None}
-
-
 def _sizes(read: _Reading) -> dict[str, Any]:
-    """Both buckets bound the elements of one collective, which here is a segment."""
+    """Buckets: two bound the elements of one collective, which here is a segment; one says whether units are fetched ahead."""
     found: list[int] = []
-    for key in ("reduce_bucket_size", "allgather_bucket_size"):
-        numel = read.number("zero_optimization", key)
+    for key in ("zero_optimization.reduce_bucket_size", "zero_optimization.allgather_bucket_size"):
+        numel = read(key)
         if numel is not None and numel < _LEAST_BUCKET_NUMEL:
-            read.ignore(("zero_optimization", key), "a collective moves a whole unit; set [units] max_numel to split it")
+            read.ignore(key, "a collective moves a whole unit; set [units] max_numel to split it")
         elif numel is not None:
             found.append(min(numel, 1 << 40))
-    return {"units": {"max_numel": min(found)}} if found else {}
-
-
-def _schedule(read: _Reading) -> dict[str, Any]:
     schedule: dict[str, Any] = {}
-    place = ("zero_optimization", "stage3_prefetch_bucket_size")
-    ahead = read.number(*place)
+    ahead = read("zero_optimization.stage3_prefetch_bucket_size")
     if ahead == 0:
         schedule["prefetch"] = 0
     elif ahead is not None:
-        read.ignore(place, "prefetch counts units, not elements; set [schedule] prefetch")
-    if read.flag("zero_optimization", "overlap_comm") is False:
+        read.ignore(
+            "zero_optimization.stage3_prefetch_bucket_size", "prefetch counts units, not elements; set [schedule] prefetch"
+        )
+    if read("zero_optimization.overlap_comm") is False:
         schedule["max_reductions"] = 1
-    return {"schedule": schedule} if schedule else {}
+    return ({"units": {"max_numel": min(found)}} if found else {}) | ({"schedule": schedule} if schedule else {})
 
 
 def _host(read: _Reading) -> dict[str, Any]:
     """Pinning: true is our auto, which pins where there is CUDA; DeepSpeed too takes true where there is none."""
-    places = [
-        ("zero_optimization", "offload_param", "pin_memory"),
-        ("zero_optimization", "offload_optimizer", "pin_memory"),
-        ("zero_optimization", "cpu_offload_use_pin_memory"),
+    keys = [
+        "zero_optimization.offload_param.pin_memory",
+        "zero_optimization.offload_optimizer.pin_memory",
+        "zero_optimization.cpu_offload_use_pin_memory",
     ]
-    wanted = [read.flag(*place) for place in places]
+    wanted = [read(key) for key in keys]
     if True in wanted and False in wanted:
-        read.ignore(places[wanted.index(False)], "one pool serves both; what is pinned for one is pinned for the other")
+        read.ignore(keys[wanted.index(False)], "one pool serves both; what is pinned for one is pinned for the other")
     return {"host": {"pin": False}} if False in wanted and True not in wanted else {}
 
 
 def _disk(read: _Reading) -> dict[str, Any]:
     disk: dict[str, Any] = {}
-    tables = [("zero_optimization", f"offload_{cell}") for cell in ("param", "optimizer")]
+    tables = ["zero_optimization.offload_param", "zero_optimization.offload_optimizer"]
     # A path counts before one beside another device, which DeepSpeed does not use.
-    tables.sort(key=lambda table: read.get((*table, "device")) != "nvme")
-    paths = [((*table, "nvme_path"), path) for table in tables if (path := read.path(*table, "nvme_path")) is not None]
-    if paths:
-        disk["path"] = paths[0][1]
-        for place, path in paths[1:]:
-            if path != disk["path"]:
-                read.ignore(place, f"one scratch file serves both; it is in {shown(disk['path'])}")
-    written = {key: read.number("aio", key) for key in _AIO_DEFAULTS}
+    tables.sort(key=lambda table: read.get(f"{table}.device") != "nvme")
+    for key in (f"{table}.nvme_path" for table in tables):
+        path = read(key)
+        if path is not None and path != disk.setdefault("path", path):
+            read.ignore(key, f"one scratch file serves both; it is in {shown(disk['path'])}")
+    written = {key: read(f"aio.{key}") for key in _AIO_DEFAULTS}
     if any(value is not None for value in written.values()):
         aio = {key: _AIO_DEFAULTS[key] if value is None else value for key, value in written.items()}
-        wanted = max(aio["block_size"], _LEAST_BLOCK_NBYTES)
-        disk["block"] = min(-(-wanted // 4096) * 4096, 1 << 40)
+        disk["block"] = min(-(-max(aio["block_size"], _LEAST_BLOCK_NBYTES) // 4096) * 4096, 1 << 40)
         # As many bytes in flight; requests here are larger where DeepSpeed's are small.
         in_flight = aio["block_size"] * aio["queue_depth"] * max(aio["thread_count"], aio["intra_op_parallelism"])
         disk["threads"] = max(1, min(64, in_flight // disk["block"]))

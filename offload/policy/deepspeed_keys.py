@@ -1,17 +1,17 @@
-"""Owns what is known of DeepSpeed's configuration keys: which exist, and what to do about those that have no key here.
-
-`deepspeed` reads these tables; they are data. Nothing here decides how an honoured key is translated.
+"""What is known of DeepSpeed's configuration keys: which exist, what they take, and what to do about those without one here.
 
 Source: the key names and defaults in DeepSpeed's documentation, "DeepSpeed Configuration JSON", and its config models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ALIASES", "AMBIGUOUS", "HONOURED", "LEFT_OPEN", "OTHER", "Other", "enabled"]
+__all__ = ["ALIASES", "AMBIGUOUS", "HONOURED", "LARGEST_SCALE", "LEFT_OPEN", "OTHER", "TAKES", "Other", "Takes", "enabled"]
+
+Place = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,75 @@ class Other:
     same: tuple[object, ...] = (False, None)
 
 
-_LOOP = "do it in the training loop"
+@dataclass(frozen=True, slots=True)
+class Takes:
+    """What a key that is translated takes: in words, whether a value fits, and what it stands for here."""
+
+    expected: str
+    fits: Callable[[Any], bool]
+    means: Callable[[Any], Any]
+
+
+def _is_count(value: Any) -> bool:
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return whole and not isinstance(value, bool) and value >= 0
+
+
+def _number(low: float, high: float) -> Takes:
+    def fits(value: object) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+
+    return Takes(f"a number from {low:g} to {high:g}", fits, float)
+
+
+def _one_of(choices: Mapping[str, str]) -> Takes:
+    return Takes(f"one of {', '.join(choices)}", lambda value: isinstance(value, str) and value in choices, choices.__getitem__)
+
+
+def _each(other: Other, *keys: str) -> dict[str, Other]:
+    return dict.fromkeys(keys, other)
+
+
+LARGEST_SCALE = 2.0**127
+_FLAG = Takes("true or false", lambda value: isinstance(value, bool), bool)
+_COUNT = Takes("a whole number, 0 or more", _is_count, int)
+_STAGE = Takes("0, 1, 2 or 3", lambda value: _is_count(value) and value <= 3, int)
+_TEXT = Takes("a path", lambda value: isinstance(value, str) and 0 < len(value) <= 4096 and value.isprintable(), str)
+_TIER = _one_of({"cpu": "host", "nvme": "disk", "none": "device"})
+_DTYPE = _one_of({
+    **dict.fromkeys(("fp32", "float32", "torch.float32", "float"), "fp32"),
+    **dict.fromkeys(("fp16", "float16", "torch.float16", "half"), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16", "bfp16", "torch.bfloat16"), "bf16"),
+})  # fmt: skip
+_OFFLOAD: dict[str, Takes | None] = {"device": _TIER, "nvme_path": _TEXT, "pin_memory": _FLAG}
+#: Keys that `deepspeed` translates, by the table they stand in, and what each takes; a table has a row of its own.
+TAKES: Mapping[Place, Mapping[str, Takes | None]] = {
+    (): {
+        "zero_optimization": None, "fp16": None, "bf16": None, "activation_checkpointing": None, "aio": None,
+        "data_types": None, "communication_data_type": _DTYPE,
+    },
+    ("zero_optimization",): {
+        "stage": _STAGE, "offload_param": None, "offload_optimizer": None, "cpu_offload": _FLAG, "cpu_offload_param": _FLAG,
+        "cpu_offload_params": _FLAG, "cpu_offload_use_pin_memory": _FLAG, "overlap_comm": _FLAG, "reduce_bucket_size": _COUNT,
+        "allgather_bucket_size": _COUNT, "stage3_prefetch_bucket_size": _COUNT,
+    },
+    ("zero_optimization", "offload_param"): _OFFLOAD,
+    ("zero_optimization", "offload_optimizer"): {**_OFFLOAD, "ratio": _number(0, 1)},
+    ("fp16",): {
+        "enabled": _FLAG, "auto_cast": _FLAG, "loss_scale": _number(0, LARGEST_SCALE),
+        "initial_scale_power": _number(0, 127), "loss_scale_window": _number(1, 2.0**31 - 1), "hysteresis": _number(1, 1024),
+        "min_loss_scale": _number(2.0**-126, LARGEST_SCALE),
+    },
+    ("bf16",): {"enabled": _FLAG},
+    ("activation_checkpointing",): {"cpu_checkpointing": _FLAG},
+    ("aio",): {"block_size": _COUNT, "queue_depth": _COUNT, "thread_count": _COUNT, "intra_op_parallelism": _COUNT},
+    ("data_types",): {"grad_accum_dtype": _DTYPE},
+}  # fmt: skip
+HONOURED: Mapping[Place, frozenset[str]] = {table: frozenset(keys) for table, keys in TAKES.items()}
+
 _LOADER = "set batch_size in the data loader"
 _LOG = "zhooks prints nothing; observe the attachment's events, or use zprof"
-_OVERFLOW = "check torch.isfinite(norm) of clip_grad_norm_ in the loop"
 _DETAIL = "an internal of DeepSpeed; nothing to set here"
-_COMM = "communication is not quantized"
 _MESH = "pass attach a mesh with a replicate and a shard axis"
 _STEP = "the step updates buffer by buffer, with a fixed number of buffers"
 _OUTSIDE = "not part of ZeRO; use another library, or do it in the loop"
@@ -43,38 +106,38 @@ _ZERO = {
     "contiguous_gradients": Other("gradients are always gathered in one flat buffer", (True,)),
     "allgather_partitions": Other("updated parameters are always all-gathered", (True,)),
     "reduce_scatter": Other("gradients are always reduce-scattered at stages 1 to 3", (True,)),
-    "use_multi_rank_bucket_allreduce": Other(_DETAIL, (True, False)),
-    "round_robin_gradients": Other(_DETAIL, (True, False)),
+    **_each(
+        Other(_DETAIL, (True, False)),
+        "use_multi_rank_bucket_allreduce", "round_robin_gradients", "memory_efficient_linear", "override_module_apply",
+    ),
     "load_from_fp32_weights": Other("masters are the model's own parameters", (True,)),
-    "elastic_checkpoint": Other(_SAVE),
+    **_each(Other(_SAVE), "elastic_checkpoint", "stage3_gather_16bit_weights_on_model_save"),
     "sub_group_size": Other(_STEP, ()),
     "stage3_max_live_parameters": Other("bound all device memory with [budget] device", ()),
     "stage3_max_reuse_distance": Other("set [schedule] reshard_after_forward, or [budget] device for its auto", ()),
-    "stage3_param_persistence_threshold": Other("every parameter is partitioned; [units] min_numel joins small ones", (0,)),
-    "stage3_model_persistence_threshold": Other("every parameter is partitioned; [units] min_numel joins small ones", (0,)),
-    "stage3_gather_16bit_weights_on_model_save": Other(_SAVE),
+    **_each(
+        Other("every parameter is partitioned; [units] min_numel joins small ones", (0,)),
+        "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
+    ),
     "stage3_module_granularity_threshold": Other("set [units] classes or names", (0,)),
-    "stage3_use_all_reduce_for_fetch_params": Other("units are all-gathered, straight into place"),
-    "stage3_allgather_sequential": Other("units are all-gathered, straight into place"),
+    **_each(Other("units are all-gathered, straight into place"),
+        "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential",
+    ),
     "ignore_unused_parameters": Other("unused parameters are never an error", (True,)),
     "grad_hooks": Other("gradients are reduced during backward", (True,)),
-    "legacy_stage1": Other(_DETAIL),
+    **_each(Other(_DETAIL), "legacy_stage1", "pipeline_loading_checkpoint"),
     "zero_hpz_partition_size": Other(_MESH, (0, 1)),
-    "zero_quantized_weights": Other(_COMM),
-    "zero_quantized_nontrainable_weights": Other(_COMM),
-    "zero_quantized_gradients": Other(_COMM),
-    "zeropp_loco_param": Other(_COMM),
+    **_each(Other("communication is not quantized"),
+        "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "zeropp_loco_param",
+    ),
     "mics_shard_size": Other(_MESH, (-1, 0)),
     "mics_hierarchical_params_gather": Other(_MESH),
-    "memory_efficient_linear": Other(_DETAIL, (True, False)),
-    "pipeline_loading_checkpoint": Other(_DETAIL),
-    "override_module_apply": Other(_DETAIL, (True, False)),
     "log_trace_cache_warnings": Other(_LOG),
     "enable_sanity_checks": Other("ranks that disagree raise DivergenceError, always", (True, False)),
     "save_muon_momentum_buffer_in_memory": Other("set [optimizer] tier"),
     "leaf_module": Other("set [units] classes or names"),
     "zenflow": Other("updates are never delayed; [optimizer] overlap updates in backward", (False, None)),
-}
+}  # fmt: skip
 _OFFLOAD_PARAM = {
     "buffer_count": Other("buffers are counted from the plan; set [schedule] prefetch", ()),
     "buffer_size": Other("buffers are as large as the largest unit; set [units] max_numel", ()),
@@ -82,12 +145,10 @@ _OFFLOAD_PARAM = {
     "ratio": Other("use [[rule]] to place some parameters", (1,)),
 }
 _OFFLOAD_OPTIMIZER = {
-    "buffer_count": Other(_STEP, ()),
-    "buffer_size": Other(_STEP, ()),
+    **_each(Other(_STEP, ()), "buffer_count", "buffer_size"),
     "max_in_cpu": Other("set [budget] host", ()),
     "pipeline": Other("reading, updating and writing back always overlap", (True,)),
-    "pipeline_read": Other("reading, updating and writing back always overlap", (True, False)),
-    "pipeline_write": Other("reading, updating and writing back always overlap", (True, False)),
+    **_each(Other("reading, updating and writing back always overlap", (True, False)), "pipeline_read", "pipeline_write"),
     "fast_init": Other(_DETAIL, (True, False)),
     "super_offload": Other('set [optimizer] kernel = "numba"'),
     "cpuadam_cores_perc": Other("set torch's and numba's number of threads", ()),
@@ -98,10 +159,8 @@ _FP16 = {
 }
 _BF16 = {
     "immediate_grad_update": Other(_DETAIL, (True, False)),
-    "check_grad_overflow": Other(_OVERFLOW),
-    "check_overflow": Other(_OVERFLOW),
-    "bf16_master_weights_and_grads": Other(_MASTERS),
-    "bf16_optimizer_states": Other(_MASTERS),
+    **_each(Other("check torch.isfinite(norm) of clip_grad_norm_ in the loop"), "check_grad_overflow", "check_overflow"),
+    **_each(Other(_MASTERS), "bf16_master_weights_and_grads", "bf16_optimizer_states"),
 }
 _ACTIVATIONS = {
     "contiguous_memory_optimization": Other('set [device] arena = "all"'),
@@ -116,69 +175,50 @@ _AIO = {
     "use_gds": Other("data goes through host memory"),
 }
 _TOP = {
-    "train_batch_size": Other(_LOADER, ()),
-    "train_micro_batch_size_per_gpu": Other(_LOADER, ()),
+    **_each(Other(_LOADER, ()), "train_batch_size", "train_micro_batch_size_per_gpu"),
     "gradient_accumulation_steps": Other("accumulate in the loop, with attachment.no_sync() before the boundary", (1,)),
-    "managed_gradient_accumulation": Other(_LOOP),
+    "managed_gradient_accumulation": Other("do it in the training loop"),
     "gradient_clipping": Other("call torch.nn.utils.clip_grad_norm_ in the loop", (0,)),
     "optimizer": Other("build it in the loop, e.g. torch.optim.AdamW(model.parameters())", ()),
     "scheduler": Other("build it in the loop, from torch.optim.lr_scheduler", ()),
     "zero_allow_untested_optimizer": Other("any torch optimizer that works element by element will do", (True, False)),
     "zero_force_ds_cpu_optimizer": Other('[optimizer] kernel = "numba" is the CPU optimizer of zhooks', (False,)),
-    "seq_parallel_communication_data_type": Other(_OUTSIDE, ()),
+    **_each(Other(_OUTSIDE, ()), "seq_parallel_communication_data_type", "vocabulary_size"),
     "prescale_gradients": Other('[precision] reduce = "fp16" divides before it sums'),
     "gradient_predivide_factor": Other('[precision] reduce = "fp16" divides before it sums', (1,)),
     "gradient_allreduce_op": Other('gradients are averaged; write [gradient] reduce = "sum"', ("mean",)),
     "sparse_gradients": Other("gradients are dense"),
     "disable_allgather": Other("updated parameters are gathered at their next use"),
-    "amp": Other("use torch.autocast in the loop"),
-    "torch_autocast": Other("use torch.autocast in the loop"),
-    "steps_per_print": Other(_LOG, ()),
-    "wall_clock_breakdown": Other(_LOG),
+    **_each(Other("use torch.autocast in the loop"), "amp", "torch_autocast"),
+    **_each(Other(_LOG, ()), "steps_per_print", "log_level"),
+    **_each(Other(_LOG),
+        "wall_clock_breakdown", "tensorboard", "wandb", "comet", "csv_monitor", "monitor_config", "comms_logger", "timers",
+    ),
     "memory_breakdown": Other("print attachment.memory()"),
     "dump_state": Other("print attachment.describe()"),
     "dataloader_drop_last": Other(_LOADER),
-    "log_level": Other(_LOG, ()),
     "flops_profiler": Other("zprof report counts FLOPs and shows MFU"),
     "autotuning": Other("zprof plan searches for the fastest policy"),
-    "tensorboard": Other(_LOG),
-    "wandb": Other(_LOG),
-    "comet": Other(_LOG),
-    "csv_monitor": Other(_LOG),
-    "monitor_config": Other(_LOG),
     "comms_config": Other(_LOG, ({"verbose": False},)),
-    "comms_logger": Other(_LOG),
-    "timers": Other(_LOG),
-    "checkpoint": Other(_SAVE),
-    "use_node_local_storage": Other(_SAVE),
-    "nebula": Other(_SAVE),
-    "datastates": Other(_SAVE),
-    "elasticity": Other(_OUTSIDE),
-    "data_efficiency": Other(_OUTSIDE),
-    "curriculum_learning": Other(_OUTSIDE),
-    "progressive_layer_drop": Other(_OUTSIDE),
-    "eigenvalue": Other(_OUTSIDE),
-    "compression_training": Other(_OUTSIDE),
-    "quantize_training": Other(_OUTSIDE),
-    "weight_quantization": Other(_OUTSIDE),
-    "sparse_attention": Other(_OUTSIDE),
-    "hybrid_engine": Other(_OUTSIDE),
+    **_each(Other(_SAVE), "checkpoint", "use_node_local_storage", "nebula", "datastates"),
+    **_each(Other(_OUTSIDE),
+        "elasticity", "data_efficiency", "curriculum_learning", "progressive_layer_drop", "eigenvalue", "compression_training",
+        "quantize_training", "weight_quantization", "sparse_attention", "hybrid_engine", "use_data_before_expert_parallelism",
+        "graph_harvesting",
+    ),
     "compile": Other("use torch.compile"),
     "pipeline": Other("use torch.distributed.pipelining and attach each stage"),
     "tensor_parallel": Other("use torch.distributed.tensor.parallel, then attach with the whole mesh"),
     "expert_parallel": Other("attach the experts by themselves, over a mesh with an ep axis"),
     "sequence_parallel_size": Other(_OUTSIDE, (1,)),
     "data_parallel_size": Other(_MESH, ()),
-    "use_data_before_expert_parallelism": Other(_OUTSIDE),
-    "graph_harvesting": Other(_OUTSIDE),
-    "vocabulary_size": Other(_OUTSIDE, ()),
     "allgather_size": Other(_DETAIL, ()),
     "communication_backend_name": Other("choose it in torch.distributed.init_process_group", ()),
     "cuda_visible_devices": Other("set it for the launcher", ()),
-}
+}  # fmt: skip
 
 #: Keys that are not translated, by the table they stand in.
-OTHER: Mapping[tuple[str, ...], Mapping[str, Other]] = {
+OTHER: Mapping[Place, Mapping[str, Other]] = {
     (): _TOP,
     ("zero_optimization",): _ZERO,
     ("zero_optimization", "offload_param"): _OFFLOAD_PARAM,
@@ -189,51 +229,22 @@ OTHER: Mapping[tuple[str, ...], Mapping[str, Other]] = {
     ("aio",): _AIO,
     ("data_types",): {"param_dtype": Other("set [precision] param", ()), "buffer_dtype": Other(_DETAIL, ())},
 }
-#: Keys that `deepspeed` translates, likewise.
-HONOURED: Mapping[tuple[str, ...], frozenset[str]] = {
-    (): frozenset(
-        {"zero_optimization", "fp16", "bf16", "activation_checkpointing", "aio", "data_types", "communication_data_type"}
-    ),
-    ("zero_optimization",): frozenset(
-        {
-            "stage",
-            "offload_param",
-            "offload_optimizer",
-            "cpu_offload",
-            "cpu_offload_param",
-            "cpu_offload_params",
-            "cpu_offload_use_pin_memory",
-            "overlap_comm",
-            "reduce_bucket_size",
-            "allgather_bucket_size",
-            "stage3_prefetch_bucket_size",
-        }
-    ),
-    ("zero_optimization", "offload_param"): frozenset({"device", "nvme_path", "pin_memory"}),
-    ("zero_optimization", "offload_optimizer"): frozenset({"device", "nvme_path", "pin_memory", "ratio"}),
-    ("fp16",): frozenset(
-        {"enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"}
-    ),
-    ("bf16",): frozenset({"enabled"}),
-    ("activation_checkpointing",): frozenset({"cpu_checkpointing"}),
-    ("aio",): frozenset({"block_size", "queue_depth", "thread_count", "intra_op_parallelism"}),
-    ("data_types",): frozenset({"grad_accum_dtype"}),
-}
 #: Other spellings: older names, names without their prefix, and tables some pages show in the wrong place.
-ALIASES: Mapping[tuple[str, ...], Mapping[str, tuple[str, ...]]] = {
+ALIASES: Mapping[Place, Mapping[str, Place]] = {
     (): {"bfloat16": ("bf16",)},
     ("zero_optimization",): {
-        "prefetch_bucket_size": ("zero_optimization", "stage3_prefetch_bucket_size"),
-        "param_persistence_threshold": ("zero_optimization", "stage3_param_persistence_threshold"),
-        "model_persistence_threshold": ("zero_optimization", "stage3_model_persistence_threshold"),
-        "max_live_parameters": ("zero_optimization", "stage3_max_live_parameters"),
-        "max_reuse_distance": ("zero_optimization", "stage3_max_reuse_distance"),
-        "gather_16bit_weights_on_model_save": ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
-        "gather_fp16_weights_on_model_save": ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
-        "stage3_gather_fp16_weights_on_model_save": ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
-        "module_granularity_threshold": ("zero_optimization", "stage3_module_granularity_threshold"),
-        "use_all_reduce_for_fetch_params": ("zero_optimization", "stage3_use_all_reduce_for_fetch_params"),
-        "allgather_sequential": ("zero_optimization", "stage3_allgather_sequential"),
+        **{
+            name: ("zero_optimization", f"stage3_{name}")
+            for name in (
+                "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
+                "max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold",
+                "use_all_reduce_for_fetch_params", "allgather_sequential",
+            )
+        },
+        **dict.fromkeys(
+            ("gather_fp16_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
+            ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
+        ),
         "aio": ("aio",),
     },
     ("activation_checkpointing",): {
@@ -242,27 +253,21 @@ ALIASES: Mapping[tuple[str, ...], Mapping[str, tuple[str, ...]]] = {
     },
 }
 _OWN_DTYPE = "parameters keep their own dtype; write true or false"
-_DEVICE = "it stays on the device; write cpu, nvme or none"
 _DEFAULT_STAGE = "the policy's own default, stage 3, applies; write a number"
-_CLIP = "nothing is clipped here; call torch.nn.utils.clip_grad_norm_ in the loop"
 #: Keys that decide what a run computes or holds: what follows here where they say "auto", which nobody fills in.
-LEFT_OPEN: Mapping[tuple[str, ...], str] = {
-    ("fp16",): _OWN_DTYPE,
-    ("bf16",): _OWN_DTYPE,
-    ("fp16", "enabled"): _OWN_DTYPE,
-    ("bf16", "enabled"): _OWN_DTYPE,
-    ("zero_optimization",): _DEFAULT_STAGE,
-    ("zero_optimization", "stage"): _DEFAULT_STAGE,
-    ("zero_optimization", "offload_param"): _DEVICE,
-    ("zero_optimization", "offload_optimizer"): _DEVICE,
-    ("zero_optimization", "offload_param", "device"): _DEVICE,
-    ("zero_optimization", "offload_optimizer", "device"): _DEVICE,
-    ("zero_optimization", "cpu_offload"): _DEVICE,
-    ("zero_optimization", "cpu_offload_param"): _DEVICE,
-    ("zero_optimization", "cpu_offload_params"): _DEVICE,
+LEFT_OPEN: Mapping[Place, str] = {
+    **dict.fromkeys([("fp16",), ("bf16",), ("fp16", "enabled"), ("bf16", "enabled")], _OWN_DTYPE),
+    **dict.fromkeys([("zero_optimization",), ("zero_optimization", "stage")], _DEFAULT_STAGE),
+    **dict.fromkeys(
+        [
+            *(("zero_optimization", f"offload_{cell}", *key) for cell in ("param", "optimizer") for key in ((), ("device",))),
+            *(("zero_optimization", name) for name in ("cpu_offload", "cpu_offload_param", "cpu_offload_params")),
+        ],
+        "it stays on the device; write cpu, nvme or none",
+    ),
     ("activation_checkpointing", "cpu_checkpointing"): "nothing is recomputed; write true or false",
     ("communication_data_type",): "gradients are summed in fp32 where parameters are cast, else in their own dtype; write it",
-    ("gradient_clipping",): _CLIP,
+    ("gradient_clipping",): "nothing is clipped here; call torch.nn.utils.clip_grad_norm_ in the loop",
     ("gradient_accumulation_steps",): "nothing is accumulated here; do it in the loop, with attachment.no_sync()",
 }
 #: Keys of DeepSpeed that could as well be misspelt keys of ours; alone they are no sign of DeepSpeed.

@@ -1,7 +1,4 @@
-"""Owns how several files make one policy: the files it extends, read first, and the dialect each of them speaks.
-
-`offload.policy` calls it for a path or a mapping and gets one document. It never judges a value.
-"""
+"""How several files make one policy: the files it extends, read first, and the dialect each of them speaks."""
 
 from __future__ import annotations
 
@@ -41,6 +38,36 @@ class _Chain:
     files: int = 0
     nchars: int = 0
 
+    def follow(self, document: Document, folder: Path, trail: tuple[str, ...]) -> None:
+        """Add the documents that ``document`` extends, then itself; ``trail`` are the real paths from the first to here."""
+        self.files += 1
+        self.nchars += document.nchars
+        for name in _extended(document):
+            if len(trail) > MAX_DEPTH:
+                raise _refusal(f"extends goes deeper than {MAX_DEPTH} files; flatten it", document)
+            if self.files >= MAX_FILES or self.nchars > MAX_TOTAL_NCHARS:
+                limit = f"{MAX_FILES} files or {MAX_TOTAL_NCHARS >> 20} MiB"
+                raise _refusal(f"extends adds up to more than {limit}; a policy is a page of settings", document)
+            path = folder / name
+            try:
+                base = read(path, POLICY)
+            except PolicyError as error:
+                raise _refusal(str(error), document) from None
+            real = os.path.realpath(path)
+            if real in trail:
+                raise _refusal(f"{shown_path(path)} extends itself through this file; leave one of them out", document)
+            self.follow(base, path.parent, (*trail, real))
+        if deepspeed.speaks(document.values, self.own):
+            translated, ignored = deepspeed.translate(document.values, at=document, arguments=self.arguments)
+            # The places that were written are DeepSpeed's; what is wrong with a whole of several files leads to this line.
+            spot = document.spot(("zero_optimization",))
+            spots: dict[Place, Spot] = {(key,): spot for key in translated} if spot else {}
+            self.documents.append(replace(document, values=translated, spots=spots, ignored=ignored))
+        else:
+            deepspeed.mixed(document, self.own)
+            values = {key: value for key, value in document.values.items() if key not in (EXTENDS, _SCHEMA)}
+            self.documents.append(replace(document, values=values))
+
 
 def load(path: Path, own: frozenset[str], arguments: Mapping[str, deepspeed.Argument]) -> Document:
     """Read a file and those it extends; ``own`` are the names of a policy's own keys, ``arguments`` what a launcher was told.
@@ -49,7 +76,7 @@ def load(path: Path, own: frozenset[str], arguments: Mapping[str, deepspeed.Argu
         PolicyError: a file is missing, unreadable or malformed, speaks two dialects, or extends itself.
     """
     chain = _Chain(own | {EXTENDS}, arguments)
-    _follow(read(path, POLICY), path.parent, (os.path.realpath(path),), chain)
+    chain.follow(read(path, POLICY), path.parent, (os.path.realpath(path),))
     return _merged(chain.documents)
 
 
@@ -59,30 +86,8 @@ def handed(values: Mapping[str, Any], own: frozenset[str], arguments: Mapping[st
     checked = plain(values)
     if not isinstance(checked, dict):
         raise PolicyError(f"policy must be a table of settings, found {checked!r}")
-    _follow(Document(POLICY, "policy", checked), Path(), (), chain)
+    chain.follow(Document(POLICY, "policy", checked), Path(), ())
     return _merged(chain.documents)
-
-
-def _follow(document: Document, folder: Path, trail: tuple[str, ...], chain: _Chain) -> None:
-    """Add the documents that ``document`` extends, then itself; ``trail`` are the real paths from the first to here."""
-    chain.files += 1
-    chain.nchars += document.nchars
-    for name in _extended(document):
-        if len(trail) > MAX_DEPTH:
-            raise _refusal(f"extends goes deeper than {MAX_DEPTH} files; flatten it", document)
-        if chain.files >= MAX_FILES or chain.nchars > MAX_TOTAL_NCHARS:
-            limit = f"{MAX_FILES} files or {MAX_TOTAL_NCHARS >> 20} MiB"
-            raise _refusal(f"extends adds up to more than {limit}; a policy is a page of settings", document)
-        path = folder / name
-        try:
-            base = read(path, POLICY)
-        except PolicyError as error:
-            raise _refusal(str(error), document) from None
-        real = os.path.realpath(path)
-        if real in trail:
-            raise _refusal(f"{shown_path(path)} extends itself through this file; leave one of them out", document)
-        _follow(base, path.parent, (*trail, real), chain)
-    chain.documents.append(_own_dialect(document, chain))
 
 
 def _extended(document: Document) -> list[str]:
@@ -99,19 +104,6 @@ def _refusal(why: str, document: Document) -> ZhooksError:
     return complain([((EXTENDS,), why)], document)
 
 
-def _own_dialect(document: Document, chain: _Chain) -> Document:
-    """The document in a policy's own words, without the keys that are none."""
-    values = document.values
-    if deepspeed.speaks(values, chain.own):
-        translated, ignored = deepspeed.translate(values, at=document, arguments=chain.arguments)
-        # The places that were written are DeepSpeed's; what is wrong with a whole of several files leads to this line.
-        spot = document.spot(("zero_optimization",))
-        spots: dict[Place, Spot] = {(key,): spot for key in translated} if spot else {}
-        return replace(document, values=translated, spots=spots, ignored=ignored)
-    deepspeed.mixed(document, chain.own)
-    return replace(document, values={key: value for key, value in values.items() if key not in (EXTENDS, _SCHEMA)})
-
-
 def _merged(documents: list[Document]) -> Document:
     """One document: tables key by key, the later file's value; rules one after the other."""
     last = documents[-1]
@@ -125,7 +117,9 @@ def _merged(documents: list[Document]) -> Document:
         rules = document.values.get(_GROWING)
         shift = len(before) if isinstance(before, (list, tuple)) and isinstance(rules, (list, tuple)) else 0
         for place, spot in document.spots.items():
-            spots[_shifted(place, shift)] = replace(spot, layer=layer)
+            if shift and place[0] == _GROWING and len(place) > 1 and place[1].startswith("#"):
+                place = (place[0], member(int(place[1][1:]) + shift), *place[2:])
+            spots[place] = replace(spot, layer=layer)
         for key, value in document.values.items():
             held = values.get(key)
             if isinstance(held, Mapping) and isinstance(value, Mapping):
@@ -136,9 +130,3 @@ def _merged(documents: list[Document]) -> Document:
                 values[key] = value
         ignored += [f"{document.source}: {line}" for line in document.ignored]
     return Document(POLICY, last.source, values, spots, ignored=tuple(ignored))
-
-
-def _shifted(place: Place, shift: int) -> Place:
-    if not shift or place[0] != _GROWING or len(place) < 2 or not place[1].startswith("#"):
-        return place
-    return (place[0], member(int(place[1][1:]) + shift), *place[2:])

@@ -1,8 +1,4 @@
-"""Owns the policy: one file that says what is partitioned, in which precision, on which tier and when it is gathered.
-
-`attach` resolves a policy once and hands its decisions on; `zprof policy` checks and shows one without a model. It
-never looks at a model, a device or a process group, and never guesses: what it cannot honour it refuses.
-"""
+"""The policy: one file that says what is partitioned, in which precision, on which tier and when it is gathered."""
 
 from __future__ import annotations
 
@@ -18,67 +14,37 @@ from offload.documents import Document, Place, Table, explain, member, plain, si
 from offload.errors import PolicyError
 from offload.policy import layers as policy_layers
 from offload.policy.deepspeed import Argument, IgnoredKeys
-from offload.policy.precision import Precision, misscaled, uncast
-from offload.policy.rules import CELLS, Dtypes, Rule, RuleCell, RulePrecision, Tiers, dtypes_of, tiers_of
 from offload.policy.tables import (
+    CELLS,
     POLICY,
     Activation,
     Budget,
     Comm,
     DeviceMemory,
     Disk,
-    Dtype,
+    Dtypes,
     Gradient,
     Host,
     Optimizer,
     Partition,
     Placed,
+    Precision,
     Resilience,
+    Rule,
     Save,
     Schedule,
-    TierName,
     Units,
-    unjudged,
 )
-from offload.text import Share, format_size, parse_size, toml_value
+from offload.text import Share, format_size, toml_value
+from offload.tier import Tier, Tiers
 from offload.user_warnings import warn_user
 
-__all__ = [
-    "Activation",
-    "Argument",
-    "Budget",
-    "Comm",
-    "DeviceMemory",
-    "Disk",
-    "Dtype",
-    "Dtypes",
-    "Gradient",
-    "Host",
-    "IgnoredKeys",
-    "Optimizer",
-    "Partition",
-    "Placed",
-    "Policy",
-    "Precision",
-    "Resilience",
-    "Rule",
-    "RuleCell",
-    "RulePrecision",
-    "Save",
-    "Schedule",
-    "Share",
-    "TierName",
-    "Tiers",
-    "Units",
-    "format_size",
-    "parse_size",
-    "written",
-]
+__all__ = ["Policy", "written"]
 
 Placement = Literal["R", "P", "S"]
 
 # The four rows that exist (ZeRO, arXiv:1910.02054, section 5), in the order of `CELLS`: what a file may write, and
-# below what it means: R replicated, S sharded, P a partial sum on every rank until the accumulation boundary.
+# what it means: R replicated, S sharded, P a partial sum on every rank until the accumulation boundary.
 _ROWS: dict[int, tuple[Partition, Partition, Partition]] = {
     0: ("replicate", "replicate", "replicate"),
     1: ("replicate", "replicate", "shard"),
@@ -92,15 +58,10 @@ _PLACEMENTS: dict[int, tuple[Placement, Placement, Placement]] = {
     3: ("S", "S", "S"),
 }
 
-
 _RULES = "a list of tables, each written [[rule]]"
 Rules = Annotated[
     tuple[Rule, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 ]
-#: What a policy cannot say anew: a change of stage or of the tier of replicated parameters.
-_KEPT_ON_DEVICE = (
-    "replicated parameters are on the device at every use; use stage 3 (or 0) to place them, or tier \"device\""
-)
 
 
 class Policy(Table):
@@ -161,7 +122,7 @@ class Policy(Table):
             file = Path(path)
         except TypeError:
             raise PolicyError(f"policy must be the path of a policy file, found {type(path).__name__[:50]}") from None
-        return cls._build(policy_layers.load(file, _own_keys(cls), arguments or {}))
+        return cls._build(policy_layers.load(file, frozenset(cls.model_fields), arguments or {}))
 
     @classmethod
     def of(
@@ -192,7 +153,7 @@ class Policy(Table):
         strangers = [key for key in value if not isinstance(key, str)]
         if strangers:
             raise PolicyError(f"policy needs names for keys, found {type(strangers[0]).__name__[:50]}")
-        return cls._build(policy_layers.handed(value, _own_keys(cls), arguments or {}))
+        return cls._build(policy_layers.handed(value, frozenset(cls.model_fields), arguments or {}))
 
     @classmethod
     def _build(cls, document: Document) -> Self:
@@ -212,89 +173,21 @@ class Policy(Table):
         """Fill in the stage that the written cells spell; where they spell none or several, `_agree` says so."""
         if not isinstance(values, Mapping) or "stage" in values:
             return values
-        written = {cell: _partition(values.get(cell)) for cell in CELLS if _partition(values.get(cell)) is not None}
+        written: dict[str, object] = {}
+        for cell in CELLS:
+            table = values.get(cell)
+            said = table.get("partition") if isinstance(table, Mapping) else getattr(table, "partition", None)
+            written |= {} if said is None else {cell: said}
         stages = _stages(written)
         return {**values, "stage": stages[0]} if written and len(stages) == 1 else values
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
         """Refuse cells that contradict the stage, that spell none or several of the four rows, or that cannot be placed."""
-        problems = self._rows() or self._misplaced() or self._undivided() or self._unkept() or self._uncomputed()
-        problems = problems or misscaled(self.precision, self.optimizer) or uncast(self.precision)
-        problems = problems or unjudged(self.resilience, self.optimizer)
+        problems = _rows(self) or _misplaced(self) or _uncomputed(self) or _contradicted(self)
         if problems:
             raise PydanticCustomError("policy_cells", "cells contradict", {"problems": problems})
         return self
-
-    def _rows(self) -> list[tuple[Place, str]]:
-        written = {cell: partition for cell in CELLS if (partition := getattr(self, cell).partition) is not None}
-        if "stage" in self.model_fields_set:
-            wanted = dict(zip(CELLS, _ROWS[self.stage], strict=True))
-            return [
-                ((cell, "partition"), f'stage {self.stage} expects "{wanted[cell]}", found "{partition}"; change either')
-                for cell, partition in written.items()
-                if partition != wanted[cell]
-            ]
-        if not written:
-            return []
-        rows = "; ".join(f"stage {stage} = {', '.join(row)}" for stage, row in _ROWS.items())
-        stages = _stages(written)
-        fit = f"stages {', '.join(map(str, stages))} fit, write stage too" if stages else "no stage fits"
-        spelt = f"the cells match no single stage ({fit}); {', '.join(CELLS)} are: {rows}"
-        return [((next(iter(written)), "partition"), spelt)]
-
-    def _misplaced(self) -> list[tuple[Place, str]]:
-        """Parameters that are replicated for the optimizer's sake (stages 1 and 2) have no tier to come from."""
-        if self.stage not in (1, 2):
-            return []
-        tiers: dict[Place, str | None] = {("parameter", "tier"): self.parameter.tier}
-        tiers |= {("rule", member(n), "parameter", "tier"): rule.parameter.tier for n, rule in enumerate(self.rule)}
-        return [
-            (place, f'found "{tier}" at stage {self.stage}: {_KEPT_ON_DEVICE}')
-            for place, tier in tiers.items()
-            if tier not in (None, "device")
-        ]
-
-    def _undivided(self) -> list[tuple[Place, str]]:
-        """A share of what is on the device anyway is none."""
-        chosen = self.optimizer
-        if not chosen.device_share or chosen.tier != "device":
-            return []
-        why = (
-            f'found {chosen.device_share:g} and tier = "device", where all of it is: it divides what [optimizer] tier places '
-            'elsewhere; write tier = "host" or "disk" too, or leave it out'
-        )
-        return [(("optimizer", "device_share"), why)]
-
-    def _unkept(self) -> list[tuple[Place, str]]:
-        """Only the inputs of recomputed units are the same on all ranks of an axis."""
-        chosen = self.activation
-        if chosen.partition == "none" or chosen.checkpoint == "unit":
-            return []
-        found = f'found "{chosen.partition}" and checkpoint = "{chosen.checkpoint}"'
-        return [(("activation", "partition"), f'{found}: only inputs of units are partitioned; write checkpoint = "unit" too')]
-
-    def _uncomputed(self) -> list[tuple[Place, str]]:
-        """What an update on the host works on must be stored off the device, by a table or by a rule."""
-        if self.optimizer.compute == "device":
-            return []
-        ruled = {cell for rule in self.rule for cell, tier in rule.tiers().items() if tier != "device"}
-        narrow = {self.precision.param, *(rule.precision.param for rule in self.rule)} != {None}
-        left = [cell for cell in CELLS if getattr(self, cell).tier == "device" and cell not in ruled]
-        left = [cell for cell in left if cell != "parameter" or not narrow]
-        if not left:
-            return []
-        # Replicated parameters stay; those of 16 bit may anywhere, for their masters go with the states.
-        moves = [cell for cell in left if cell != "parameter" or self.stage not in (1, 2)]
-        fixes = [f'tier = "host" or "disk" for {_listed(moves)}'] if moves else []
-        if "parameter" in left:
-            fixes.append('param = "bf16" in [precision]')
-        fix = (" (or, for [parameter], " if "parameter" in moves else " and ").join(fixes) + ")" * ("parameter" in moves)
-        why = (
-            f'found "host" and {_listed(left)} on the device: an update on the host needs masters, gradient and states off the '
-            f'device; write {fix}, or compute = "device"'
-        )
-        return [(("optimizer", "compute"), why)]
 
     def partition(self, cell: str) -> Partition:
         """The effective partition of "parameter", "gradient" or "optimizer"."""
@@ -306,7 +199,11 @@ class Policy(Table):
 
     def tiers(self, *names: str) -> Tiers:
         """The tiers of the parameter with these names: those of the last matching rule that sets them, else of the tables."""
-        return tiers_of(names, self.rule, {cell: getattr(self, cell).tier for cell in CELLS})
+        chosen = {cell: getattr(self, cell).tier for cell in CELLS}
+        for rule in self.rule:
+            if rule.matches(*names):
+                chosen.update(rule.tiers())
+        return Tiers(**{cell: Tier(tier) for cell, tier in chosen.items()})
 
     def dtypes(self, *names: str) -> Dtypes:
         """The dtypes in which the parameter with these names is computed and its gradients are reduced; None is its own dtype.
@@ -314,8 +211,11 @@ class Policy(Table):
         They come from the last matching rule that sets them, else from [precision]; an unset ``reduce`` is fp32 if ``param`` is
         set.
         """
-        chosen = dtypes_of(names, self.rule, Dtypes(self.precision.param, self.precision.reduce))
-        return Dtypes(chosen.param, chosen.reduce or ("fp32" if chosen.param else None))
+        param, reduce = self.precision.param, self.precision.reduce
+        for rule in self.rule:
+            if rule.matches(*names):
+                param, reduce = rule.precision.param or param, rule.precision.reduce or reduce
+        return Dtypes(param, reduce or ("fp32" if param else None))
 
     @property
     def tiered(self) -> bool:
@@ -330,7 +230,7 @@ class Policy(Table):
     def values(self) -> dict[str, Any]:
         """Return every key that is set, defaults included, as plain values; ``of`` makes an equal policy of them."""
         tables = {
-            name: {key: str(value) if isinstance(value, Share) else _plain(value) for key, value in table if value is not None}
+            name: {key: _plain(value) for key, value in table if value is not None}
             for name, table in self
             if isinstance(table, Table)
         }
@@ -422,17 +322,8 @@ def written(table: type[BaseModel], key: str, value: object) -> str:
     return toml_value(format_size(value) if isinstance(value, int) and sized(table.model_fields[key]) else value)
 
 
-def _listed(cells: Sequence[str]) -> str:
-    *some, last = (f"[{cell}]" for cell in cells)
-    return f"{', '.join(some)} and {last}" if some else last
-
-
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _own_keys(model: type[Policy]) -> frozenset[str]:
-    return frozenset(model.model_fields)
+    return str(value) if isinstance(value, Share) else list(value) if isinstance(value, tuple) else value
 
 
 def _bare(schema: Any) -> Any:
@@ -442,13 +333,100 @@ def _bare(schema: Any) -> Any:
     return [_bare(value) for value in schema] if isinstance(schema, list) else schema
 
 
-def _partition(section: object) -> object:
-    return section.get("partition") if isinstance(section, Mapping) else getattr(section, "partition", None)
+# What contradicts what: places, and what is said of each.
+
+Problems = list[tuple[Place, str]]
 
 
 def _stages(written: Mapping[str, object]) -> list[int]:
+    """Those whose row has these partitions."""
+    fit = {stage: dict(zip(CELLS, row, strict=True)) for stage, row in _ROWS.items()}
+    return [stage for stage, row in fit.items() if all(row[cell] == partition for cell, partition in written.items())]
+
+
+def _rows(policy: Policy) -> Problems:
+    written = {cell: partition for cell in CELLS if (partition := getattr(policy, cell).partition) is not None}
+    if "stage" in policy.model_fields_set:
+        return [
+            ((cell, "partition"), f'stage {policy.stage} expects "{wanted}", found "{written[cell]}"; change either')
+            for cell, wanted in zip(CELLS, _ROWS[policy.stage], strict=True)
+            if written.get(cell, wanted) != wanted
+        ]
+    if not written:
+        return []
+    rows = "; ".join(f"stage {stage} = {', '.join(row)}" for stage, row in _ROWS.items())
+    stages = _stages(written)
+    fit = f"stages {', '.join(map(str, stages))} fit, write stage too" if stages else "no stage fits"
+    spelt = f"the cells match no single stage ({fit}); {', '.join(CELLS)} are: {rows}"
+    return [((next(iter(written)), "partition"), spelt)]
+
+
+def _misplaced(policy: Policy) -> Problems:
+    """Parameters that are replicated for the optimizer's sake (stages 1 and 2) have no tier to come from."""
+    if policy.stage not in (1, 2):
+        return []
+    tiers: dict[Place, str | None] = {("parameter", "tier"): policy.parameter.tier}
+    tiers |= {("rule", member(n), "parameter", "tier"): rule.parameter.tier for n, rule in enumerate(policy.rule)}
+    why = 'replicated parameters are on the device at every use; use stage 3 (or 0) to place them, or tier "device"'
     return [
-        stage
-        for stage, row in _ROWS.items()
-        if all(written.get(cell) in (None, partition) for cell, partition in zip(CELLS, row, strict=True))
+        (place, f'found "{tier}" at stage {policy.stage}: {why}')
+        for place, tier in tiers.items()
+        if tier not in (None, "device")
     ]
+
+
+def _uncomputed(policy: Policy) -> Problems:
+    """What an update on the host works on must be stored off the device, by a table or by a rule."""
+    ruled = {cell for rule in policy.rule for cell, tier in rule.tiers().items() if tier != "device"}
+    narrow = {policy.precision.param, *(rule.precision.param for rule in policy.rule)} != {None}
+    left = [cell for cell in CELLS if getattr(policy, cell).tier == "device" and cell not in ruled]
+    left = [cell for cell in left if cell != "parameter" or not narrow]
+    if policy.optimizer.compute == "device" or not left:
+        return []
+    # Replicated parameters stay; those of 16 bit may anywhere, for their masters go with the states.
+    moves = [cell for cell in left if cell != "parameter" or policy.stage not in (1, 2)]
+    fixes = [f'tier = "host" or "disk" for {_listed(moves)}'] if moves else []
+    if "parameter" in left:
+        fixes.append('param = "bf16" in [precision]')
+    fix = (" (or, for [parameter], " if "parameter" in moves else " and ").join(fixes) + ")" * ("parameter" in moves)
+    why = (
+        f'found "host" and {_listed(left)} on the device: an update on the host needs masters, gradient and states off the '
+        f'device; write {fix}, or compute = "device"'
+    )
+    return [(("optimizer", "compute"), why)]
+
+
+def _listed(cells: Sequence[str]) -> str:
+    *some, last = (f"[{cell}]" for cell in cells)
+    return f"{', '.join(some)} and {last}" if some else last
+
+
+def _contradicted(policy: Policy) -> Problems:
+    """Keys that mean nothing, or nothing good, with another one as it is."""
+    optimizer, activation, precision = policy.optimizer, policy.activation, policy.precision
+    found: Problems = []
+    if optimizer.device_share and optimizer.tier == "device":
+        why = (
+            f'found {optimizer.device_share:g} and tier = "device", where all of it is: it divides what [optimizer] tier '
+            'places elsewhere; write tier = "host" or "disk" too, or leave it out'
+        )
+        found.append((("optimizer", "device_share"), why))
+    if activation.partition != "none" and activation.checkpoint != "unit":
+        why = f'found "{activation.partition}" and checkpoint = "{activation.checkpoint}": only inputs of units are partitioned'
+        found.append((("activation", "partition"), f'{why}; write checkpoint = "unit" too'))
+    if precision.cast_inputs == "unit" and precision.param is None:
+        why = 'found "unit" and no param: inputs are cast to it; write param = "bf16" too (a bf16 model loses nothing by it)'
+        found.append((("precision", "cast_inputs"), why))
+    if optimizer.overlap and precision.loss_scale is not None:
+        why = "expected false with [precision] loss_scale, found true: whether to step is known only after backward"
+        found.append((("optimizer", "overlap"), why))
+    elif optimizer.overlap and policy.resilience.nonfinite == "name":
+        why = 'expected false with [resilience] nonfinite = "name", found true: gradients are checked only after backward'
+        found.append((("optimizer", "overlap"), why))
+    if precision.loss_scale is not None and precision.output == "fp16":
+        why = 'expected "fp32" or nothing with loss_scale, found "fp16": gradients would vanish before they are scaled'
+        found.append((("precision", "output"), why))
+    if precision.loss_scale == "dynamic" and precision.min_scale > precision.initial_scale:
+        why = f"expected at most initial_scale, {precision.initial_scale:g}, found {precision.min_scale:g}"
+        found.append((("precision", "min_scale"), why))
+    return found

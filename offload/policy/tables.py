@@ -1,29 +1,32 @@
-"""Owns the tables of a policy file: every key, what it may be, its default and the reason for it.
+"""The tables of a policy file: every key, what it may be, its default, what it does and the reason for the default.
 
-`offload.policy` puts them together; the page ``docs/reference/policy.md`` and the JSON schema are made from them. It never
-compares one table with another and never reads a file.
+The checks, their errors, the page ``docs/reference/policy.md`` and the JSON schema are made from them.
+
+Source: of [precision], Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.2, and torch.amp.GradScaler.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, InstanceOf, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
-from offload.documents import SIZE_SCHEMA, Kind, Names, Size, Table, words
+from offload.documents import SIZE_SCHEMA, Kind, Name, Names, Size, Table, words
 from offload.errors import PolicyError
 from offload.text import Share, parse_amount
 from offload.tier import Tier
 
 __all__ = [
-    "DTYPES",
+    "CELLS",
     "POLICY",
-    "TIERS",
     "Activation",
     "Amount",
     "Budget",
@@ -31,25 +34,30 @@ __all__ = [
     "DeviceMemory",
     "Disk",
     "Dtype",
+    "Dtypes",
+    "Gradient",
     "Host",
     "Optimizer",
     "Partition",
     "Placed",
+    "Precision",
     "Resilience",
+    "Rule",
+    "RuleCell",
+    "RulePrecision",
     "Save",
     "Schedule",
     "TierName",
     "Units",
-    "unjudged",
 ]
 
 #: What the documents are, for their errors.
 POLICY = Kind("policy", PolicyError)
+CELLS = ("parameter", "gradient", "optimizer")
 
 Partition = Literal["shard", "replicate"]
 TierName = Literal["device", "host", "disk"]
 Dtype = Literal["fp32", "bf16", "fp16"]
-Transport = Literal["auto", "stock", "p2p", "shm"]
 Toggle = bool | Literal["auto"]
 
 
@@ -60,18 +68,17 @@ def _path(value: str) -> str:
 
 
 _SHARE_SCHEMA = {"type": "string", "pattern": r"^\s*\d{1,3}(\.\d+)?\s*%\s*$", "examples": ["80%"]}
-
+PathText = Annotated[str, AfterValidator(_path)]
 Amount = Annotated[
     int | InstanceOf[Share],
     BeforeValidator(parse_amount),
     WithJsonSchema({"anyOf": [*SIZE_SCHEMA["anyOf"], _SHARE_SCHEMA]}),
 ]
+#: Beyond it a scaled gradient of one overflows fp32.
+_LARGEST = 2.0**127
+Scale = Annotated[float, Field(gt=0, le=_LARGEST, allow_inf_nan=False)]
 
-_NAMES = "a list of non-empty names"
-DTYPES = '"fp32", "bf16" or "fp16"'
-_SIZES = 'bytes or a size like "20 GiB"'
-_AMOUNTS = 'bytes, a size like "20 GiB" or a share like "80%"'
-TIERS = '"device", "host" or "disk"'
+_SCALE = "a number, above 0 and at most 2**127"
 #: What users of other libraries call them; and torch's names of dtypes.
 TIERS_ELSEWHERE = {"gpu": "device", "cuda": "device", "cpu": "host", "nvme": "disk"}
 DTYPES_ELSEWHERE = {
@@ -79,8 +86,6 @@ DTYPES_ELSEWHERE = {
     for name, ours in {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}.items()
     for at in ("", "torch.")
 }
-_AUTO = 'true, false or "auto"'
-_BOOL = "true or false"
 
 
 class Placed(Table):
@@ -88,13 +93,11 @@ class Placed(Table):
 
     partition: Partition | None = words(
         None,
-        expected='"shard" or "replicate"',
         does="Whether each rank holds its own range or all of it.",
         why="Unset follows from the stage, so that a file needs either the stage or the partitions.",
     )
     tier: TierName = words(
         "device",
-        expected=TIERS,
         meant=TIERS_ELSEWHERE,
         does="Where a rank stores what it holds between uses: on the device that computes, in host memory, or in a file.",
         why="The device is fastest.",
@@ -106,7 +109,6 @@ class Gradient(Placed):
 
     reduce: Literal["mean", "sum"] = words(
         "mean",
-        expected='"mean" or "sum"',
         does="What the gradients of the ranks become: their mean, as under DistributedDataParallel, or their sum.",
         why="A loss is usually the mean over its rank's batch; sum is for a loss divided by a count over all ranks (tokens).",
     )
@@ -117,7 +119,6 @@ class Optimizer(Placed):
 
     device_share: float = words(
         0.0,
-        expected="a number from 0 to 1",
         does="The share of elements, of those that tier moves off the device, whose states and masters stay there and are "
         "updated there: whole flat buffers of the first units, never more than the share.",
         why="0 takes the least device memory; a share takes more, and saves transfers and updates on the host.",
@@ -127,31 +128,26 @@ class Optimizer(Placed):
     )
     kernel: Literal["torch", "numba"] = words(
         "torch",
-        expected='"torch" or "numba"',
         does="What computes the update: the optimizer, or a compiled pass over gradient, master, states and 16-bit copy.",
         why="torch equals plain PyTorch bit for bit; numba agrees within a tolerance and runs on CPUs.",
     )
     compute: Literal["device", "host"] = words(
         "device",
-        expected='"device" or "host"',
         does="Where the update is computed, wherever the states are stored.",
         why="The device is faster; the host saves the transfer of states that are stored there.",
     )
     overlap: bool = words(
         False,
-        expected=_BOOL,
         does="Updates a unit in backward, as soon as its gradients are reduced.",
         why="false, because a clip, unscale or second backward that follows would come too late.",
     )
     rounding: Literal["nearest", "stochastic"] = words(
         "nearest",
-        expected='"nearest" or "stochastic"',
         does="How updates of parameters that are stored in bf16 are rounded; stochastic updates them in fp32, states included.",
         why="nearest is what torch does. It loses updates below half a unit in the last place; stochastic keeps their mean.",
     )
     seed: int = words(
         0,
-        expected="an integer from 0 to 2**63 - 1",
         does="The seed of stochastic rounding.",
         why="Any number works; the same one rounds the same way on every tier and over any number of ranks.",
         ge=0,
@@ -168,38 +164,32 @@ class Activation(Table):
 
     tier: TierName = words(
         "device",
-        expected=TIERS,
         meant=TIERS_ELSEWHERE,
         does="Where saved tensors are stored until backward; they are brought back ahead of their use.",
         why="The device is fastest.",
     )
     checkpoint: Literal["none", "unit"] = words(
         "none",
-        expected='"none" or "unit"',
         does="unit keeps only the inputs of each unit, and recomputes everything else in backward.",
         why="none, because recomputation takes time.",
     )
     partition: Literal["none", "tp"] = words(
         "none",
-        expected='"none" or "tp"',
         does="tp keeps 1/t of each unit input that is the same on the t ranks of that axis, and gathers it for backward.",
         why="none, because only a mesh with a tp axis holds inputs more than once.",
     )
     sharded_inputs: Names = words(
         (),
-        expected=_NAMES,
         does="Globs over units whose plain inputs differ between ranks (sequence parallelism); partition leaves them whole.",
         why="DTensors say so themselves; for plain tensors, a difference would be an error.",
     )
     min_bytes: Size = words(
         1 << 20,
-        expected=_SIZES,
         does="Smaller tensors stay on the device, and whole. For partition, the size of the whole tensor counts.",
         why="Below this size, latency outweighs the transfer.",
     )
     keep: Size = words(
         0,
-        expected=_SIZES,
         does="How many of the last bytes saved in a forward stay on the device, because backward needs them first.",
         why="0 moves everything: it frees the most memory, but backward waits for the transfer of the last unit.",
     )
@@ -210,25 +200,21 @@ class Units(Table):
 
     classes: Names = words(
         (),
-        expected=_NAMES,
         does="Each outermost module of these classes is a unit.",
         why="Without any, repeated blocks are found automatically.",
     )
     names: Names = words(
         (),
-        expected=_NAMES,
         does='Globs over module names, e.g. "layers.*": each outermost module that matches is a unit.',
         why="Without any, as above.",
     )
     ignore: Names = words(
         (),
-        expected=_NAMES,
         does="Globs over names of modules and parameters that stay as they are: not sharded, gathered, cast or reduced.",
         why="Without any, every parameter is sharded and its gradient reduced.",
     )
     min_numel: int = words(
         65536,
-        expected="an integer from 0 to 2**40",
         does="Neighbours with fewer elements are joined into one unit; a leaf with as many is its own unit; 0 joins none.",
         why="Below this size, latency outweighs the transfer.",
         ge=0,
@@ -236,7 +222,6 @@ class Units(Table):
     )
     max_numel: int = words(
         1 << 26,
-        expected="an integer from 1 to 2**40",
         does="A sharded flat buffer with more elements is divided into segments, each of which is split evenly.",
         why="2**26 elements of fp32 are 256 MiB; larger transfers are not faster.",
         ge=1,
@@ -249,14 +234,12 @@ class Schedule(Table):
 
     reshard_after_forward: Toggle = words(
         "auto",
-        expected=_AUTO,
         does="true releases units between forward and backward, false keeps all, auto keeps the last ones that fit.",
         why="auto keeps what fits in [budget] device, also from one forward without gradients to the next; without a budget "
         "only the last one, until backward.",
     )
     prefetch: int = words(
         1,
-        expected="an integer from 0 to 16",
         does="How many units are fetched and gathered ahead of use, in forward and in backward.",
         why="1 hides the transfer behind the compute and takes the buffer of one more unit.",
         ge=0,
@@ -264,7 +247,6 @@ class Schedule(Table):
     )
     max_reductions: int = words(
         2,
-        expected="an integer from 1 to 64",
         does="How many reductions may be in flight before backward waits for the oldest.",
         why="One runs while the next fills; more only take memory for gradients.",
         ge=1,
@@ -272,7 +254,6 @@ class Schedule(Table):
     )
     uneven: bool = words(
         False,
-        expected=_BOOL,
         does="true lets ranks use different units in a pass (layerdrop, early exit): what is gathered stays until it ends.",
         why="false, because it takes memory for all parameters gathered in a pass and all sums in backward.",
     )
@@ -288,7 +269,6 @@ class DeviceMemory(Table):
 
     arena: Literal["none", "states", "all"] = words(
         "none",
-        expected='"none", "states" or "all"',
         does="What is allocated in memory reserved ahead: shards, gathered units and sums (states), "
         'and also the inputs that checkpoint = "unit" keeps, which are copied there (all).',
         why="none: it only helps if the allocator fails with much memory free (`zprof frag`). Not measured on a GPU.",
@@ -300,13 +280,11 @@ class Host(Table):
 
     pin: Toggle = words(
         "auto",
-        expected=_AUTO,
         does="Locks host memory in place, so that a GPU reads and writes it at full speed while it computes.",
         why="auto pins if there is CUDA.",
     )
     slab: Size = words(
         64 << 20,
-        expected=f"{_SIZES}, at least 4 KiB",
         does="Host memory is allocated in slabs of at least this size, which are split to exact sizes; under [budget] host, in "
         "slabs of the size of each block.",
         why="Pinning is slow per call and fast per byte.",
@@ -319,20 +297,17 @@ class Budget(Table):
 
     device: Amount | None = words(
         None,
-        expected=_AMOUNTS,
         does="Device memory per rank for what is stored there, gathered units in flight and units kept until backward. "
         "Activations are not counted: leave memory for them.",
         why="Unset sets no bound and keeps only the last unit.",
     )
     host: Amount | None = words(
         None,
-        expected=_AMOUNTS,
         does="Host memory of what is stored there and of buffers in transit to disk.",
         why="Unset is bounded only by what the machine has.",
     )
     disk: Amount | None = words(
         None,
-        expected=_AMOUNTS,
         does="The size of the scratch file.",
         why="Unset is bounded only by what the file system has.",
     )
@@ -346,7 +321,7 @@ class Budget(Table):
 class Disk(Table):
     """[disk]: the scratch file of the disk tier, one a rank, removed at the end."""
 
-    path: Annotated[str, AfterValidator(_path)] | None = words(
+    path: PathText | None = words(
         None,
         expected="the path of a folder",
         does="The folder of the scratch files, created if missing; best on NVMe, never on a network file system. "
@@ -356,7 +331,6 @@ class Disk(Table):
     )
     block: Size = words(
         4 << 20,
-        expected=f"{_SIZES}, at least 1 MiB and a multiple of 4 KiB",
         does="The size of one request.",
         why="Requests of this size reach the bandwidth of a disk.",
         ge=1 << 20,
@@ -364,7 +338,6 @@ class Disk(Table):
     )
     threads: int = words(
         16,
-        expected="an integer from 1 to 64",
         does="How many requests are in flight.",
         why="An NVMe disk needs several to be busy; more only wait.",
         ge=1,
@@ -372,7 +345,6 @@ class Disk(Table):
     )
     direct: Toggle = words(
         "auto",
-        expected=_AUTO,
         does="Reads and writes bypass the page cache, which would hold everything twice.",
         why="auto does so if the file system allows it, and reports once if it does not.",
     )
@@ -388,14 +360,12 @@ class Save(Table):
 
     snapshot: Amount | None = words(
         None,
-        expected=_AMOUNTS,
         does="Host memory that a rank may copy its state to for a background save; what is on the disk tier stays there and is "
         "not copied.",
         why="Unset is bounded only by [budget] host and what the machine has.",
     )
     while_saving: Literal["wait", "refuse"] = words(
         "wait",
-        expected='"wait" or "refuse"',
         does="What a save does while an earlier one is still running: wait for it, or raise an error.",
         why="wait loses no checkpoint; refuse never delays a step.",
     )
@@ -414,7 +384,6 @@ class Resilience(Table):
     )
     nonfinite: Literal["ignore", "name"] = words(
         "ignore",
-        expected='"ignore" or "name"',
         does="name checks gradients before they are reduced, and the outputs of units. A step whose gradients hold an inf or "
         "a nan raises `NonFiniteError` on every rank before anything is updated, and says on which rank and where it first "
         "appeared. A loss scale still skips its steps.",
@@ -422,20 +391,19 @@ class Resilience(Table):
     )
     copies: int = words(
         1,
-        expected="an integer from 0 to 16",
         does="How many other hosts keep a copy of each rank's shards in memory at `save_to_peers`; with fewer hosts, as "
         "many as there are.",
         why="One copy survives the loss of any one host.",
         ge=0,
         le=16,
     )
-    memory: Annotated[str, AfterValidator(_path)] = words(
+    memory: PathText = words(
         "/dev/shm",
         expected="the path of a folder",
         does="A folder on a tmpfs, where checkpoints in memory outlive the ranks; it may differ between hosts.",
         why="Linux has a tmpfs there for every user.",
     )
-    job: Annotated[str, AfterValidator(_path)] | None = words(
+    job: PathText | None = words(
         None,
         expected="a name",
         does="A name by which restarted ranks find the memory of the ranks before them.",
@@ -443,20 +411,11 @@ class Resilience(Table):
     )
 
 
-def unjudged(resilience: Resilience, optimizer: Optimizer) -> list[tuple[tuple[str, ...], str]]:
-    """What contradicts the look at gradients before a step, place and words."""
-    if resilience.nonfinite == "ignore" or not optimizer.overlap:
-        return []
-    why = 'expected false with [resilience] nonfinite = "name", found true: gradients are checked only after backward'
-    return [(("optimizer", "overlap"), why)]
-
-
 class Comm(Table):
     """[comm]: how ranks talk."""
 
-    transport: Transport = words(
+    transport: Literal["auto", "stock", "p2p", "shm"] = words(
         "auto",
-        expected='"auto", "stock", "p2p" or "shm"',
         does="How ranks exchange tensors; see below.",
         why="auto takes the fastest that the backend and the hosts allow.",
     )
@@ -472,15 +431,178 @@ class Comm(Table):
     )
     bucket: Size = words(
         16 << 20,
-        expected=f"{_SIZES}, at least 256 B",
         does='Shared memory per rank that gathers and reductions pass through, beside every [budget]; only for "shm".',
         why="It does not depend on the model.",
         ge=256,
     )
     buffer: Size = words(
         256 << 20,
-        expected=f"{_SIZES}, at least 64 B",
         does="The largest buffer through which values are copied, cast, reduced or saved; anything larger passes in chunks.",
         why="Units of up to 67 million fp32 elements stay whole; larger transfers are not faster.",
         ge=64,
     )
+
+
+class Precision(Table):
+    """[precision]: the dtypes of compute and of reduction; the masters keep the model's own (fp32)."""
+
+    param: Dtype | None = words(
+        None,
+        meant=DTYPES_ELSEWHERE,
+        does="The dtype parameters are gathered and computed in; BatchNorm and InstanceNorm keep their own.",
+        why="Unset keeps each parameter's own dtype, so that attach by itself does not change results.",
+    )
+    reduce: Dtype | None = words(
+        None,
+        meant=DTYPES_ELSEWHERE,
+        does="The dtype gradients are summed in.",
+        why="Unset is fp32 if param is set, else the gradient's own dtype, because 16 bits lose most in long sums.",
+    )
+    output: Dtype | None = words(
+        None,
+        meant=DTYPES_ELSEWHERE,
+        does="The dtype that floating-point outputs of the outermost module are cast to.",
+        why="Unset leaves outputs as the model computed them; a loss function usually casts to fp32 itself.",
+    )
+    cast_inputs: bool | Literal["unit"] = words(
+        True,
+        does='true casts floating-point inputs of the outermost module to param, "unit" those of every unit.',
+        why="Without it the first layer would refuse them; inside the model, only its forward knows what must stay fp32.",
+    )
+    loss_scale: Literal["dynamic"] | Scale | None = words(
+        None,
+        expected='"dynamic" or a number, above 0 and at most 2**127',
+        does="Scales gradients inside the model, and unscales them when they are stored; a step that overflowed is skipped.",
+        why="Unset scales nothing: fp16 then needs torch.amp.GradScaler in the loop; bf16 and fp32 need neither.",
+    )
+    initial_scale: Scale = words(
+        65536.0,
+        expected=_SCALE,
+        does='The first scale of "dynamic".',
+        why="As in GradScaler. Too large a scale costs a skipped step each time it is halved, too small a one loses gradients.",
+    )
+    growth_interval: int = words(
+        2000,
+        does="How many steps without an overflow until the scale grows (DeepSpeed's loss_scale_window).",
+        why="As in GradScaler: one step lost in two thousand is cheap.",
+        ge=1,
+        le=(1 << 31) - 1,
+    )
+    hysteresis: int = words(
+        1,
+        does="How many overflows since the scale last grew until it is reduced; each of them skips its step.",
+        why="1 reduces it at once, as GradScaler does.",
+        ge=1,
+        le=1024,
+    )
+    min_scale: Scale = words(
+        1.0,
+        expected=_SCALE,
+        does="The smallest scale; an overflow there raises `ScaleError`.",
+        why="If a gradient overflows unscaled, no scale helps.",
+    )
+    growth_factor: float = words(
+        2.0,
+        expected="a number, above 1 and at most 2**127",
+        does="What the scale is multiplied by when it grows.",
+        why="Powers of two lose no bits.",
+        gt=1,
+        le=_LARGEST,
+        allow_inf_nan=False,
+    )
+    backoff_factor: float = words(
+        0.5,
+        expected="a number between 0 and 1",
+        does="What the scale is multiplied by when it is reduced.",
+        why="Powers of two lose no bits.",
+        gt=0,
+        lt=1,
+        allow_inf_nan=False,
+    )
+
+
+class RuleCell(Table):
+    """What a rule says of one cell."""
+
+    tier: TierName | None = words(
+        None,
+        meant=TIERS_ELSEWHERE,
+        does="The tier of this cell for the parameters that match.",
+        why="Unset leaves this to the table.",
+    )
+
+
+class RulePrecision(Table):
+    """What a rule says of dtypes."""
+
+    param: Dtype | None = words(
+        None,
+        meant=DTYPES_ELSEWHERE,
+        does="The dtype the parameters that match are gathered and computed in.",
+        why="Unset leaves it to [precision] param.",
+    )
+    reduce: Dtype | None = words(
+        None,
+        meant=DTYPES_ELSEWHERE,
+        does="The dtype the gradients of the parameters that match are summed in.",
+        why="Unset leaves it to [precision] reduce.",
+    )
+
+
+class Rule(Table):
+    """[[rule]]: other tiers and dtypes for the parameters whose name matches; the last that matches wins, key by key."""
+
+    match: Name = words(
+        ...,
+        expected='a glob over parameter names, e.g. "*.embed*"',
+        does="A glob over the names of `model.named_parameters()`; * matches dots too.",
+    )
+    parameter: RuleCell = Field(RuleCell(), description="The tensors the model computes with.")
+    gradient: RuleCell = Field(RuleCell(), description="What backward leaves for the optimizer.")
+    optimizer: RuleCell = Field(RuleCell(), description="The optimizer's states and the masters it updates.")
+    precision: RulePrecision = Field(RulePrecision(), description="Dtypes of compute and of reduction.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nest(cls, values: Any) -> Any:
+        """JSON has no dotted keys; "parameter.tier" written there means what it means in TOML."""
+        if not isinstance(values, Mapping):
+            return values
+        nested: dict[Any, Any] = {}
+        for key, value in values.items():
+            cell, dot, name = key.partition(".") if isinstance(key, str) else (key, "", "")
+            if dot and cell in (*CELLS, "precision") and isinstance(values.get(cell, {}), Mapping):
+                nested[cell] = {**(nested.get(cell) or values.get(cell) or {}), name: value}
+            else:
+                nested.setdefault(key, value)
+        return nested
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Rule:
+        if not self.says():
+            *some, last = [f"{cell}.tier" for cell in CELLS] + [f"precision.{key}" for key in RulePrecision.model_fields]
+            problem = ((), f"sets nothing; write {', '.join(some)} or {last}")
+            raise PydanticCustomError("policy_rule", "sets nothing", {"problems": [problem]})
+        return self
+
+    def tiers(self) -> dict[str, TierName]:
+        """The cells the rule speaks of, and where it puts them."""
+        return {cell: tier for cell in CELLS if (tier := getattr(self, cell).tier) is not None}
+
+    def says(self) -> dict[str, dict[str, str]]:
+        """Everything the rule sets, table by table, as a file nests it."""
+        cells: dict[str, dict[str, str]] = {cell: {"tier": tier} for cell, tier in self.tiers().items()}
+        dtypes = {key: str(value) for key, value in self.precision if value is not None}
+        return {**cells, "precision": dtypes} if dtypes else cells
+
+    def matches(self, *names: str) -> bool:
+        """Whether the rule is about the parameter that has these names (a tied one has several); case counts."""
+        return any(fnmatchcase(name, self.match) for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """The policy's words for one parameter: what it is computed in, and what its gradients are summed in; None is its own."""
+
+    param: Dtype | None
+    reduce: Dtype | None

@@ -18,9 +18,9 @@ from pydantic import BaseModel
 
 from offload.errors import PolicyError
 from offload.policy import Policy, Rule
-from offload.policy.policy import Budget, Disk, Dtypes, Share, Tiers, format_size, parse_size
-from offload.text import format_amount, parse_amount
-from offload.tier import Tier
+from offload.policy.tables import Budget, Disk, Dtypes
+from offload.text import Share, format_amount, format_size, parse_amount, parse_size
+from offload.tier import Tier, Tiers
 from tests.support.policy_texts import WHOLE
 
 Write = Callable[..., Path]

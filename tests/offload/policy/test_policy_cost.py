@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offload.policy import Policy, cost, footprint
-from offload.policy.policy import Share
+from offload.text import Share
 from offload.tier import Tier, Tiers
 
 PSI = 8_000_000
