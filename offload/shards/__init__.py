@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from offload.shards.commit import Draft, destination, find, manifest_of, refuse_occupied
-from offload.shards.file import CHUNK, CODES, DTYPES, Entry, Record, ShardReader, ShardWriter, blocks, digest, file_nbytes
+from offload.shards.commit import Draft, destination, manifest_of, refuse_occupied
+from offload.shards.file import CHUNK, CODES, DTYPES, NAMED, Entry, Part, ShardReader, blocks, digest, file_nbytes
 from offload.shards.folder import Folder
-from offload.shards.host_memory import HostMemory, check_memory, copy_name, remove_dead_jobs
-from offload.shards.job import job_of
-from offload.shards.manifest import MANIFEST, Manifest, encoded, read_manifest, shard_name
+from offload.shards.host_memory import HostMemory, check_memory, copy_name, job_of, remove_dead_jobs
+from offload.shards.leftovers import ExportKind
+from offload.shards.manifest import MANIFEST, Manifest, Record, encoded, read_manifest, shard_name
 from offload.shards.outcomes import FailedElsewhere, Outcomes
-from offload.shards.part import Part
-from offload.shards.replaceable import ExportKind
-from offload.shards.saved_layout import SavedFlat, SavedLayout, SavedParam
-from offload.shards.saved_model import SavedModel, state_key
-from offload.shards.series import Series, latest, run_of, saved_ns, when_saved
-from offload.shards.whole_file import WholeFile
+from offload.shards.saved import Lazy, SavedFlat, SavedLayout, SavedModel, SavedParam, WholeModel, state_key
+from offload.shards.series import Series, find, latest, run_of, saved_ns, when_saved
+from offload.shards.writer import ShardWriter, WholeFile
 
 __all__ = [
     "CHUNK",
     "CODES",
     "DTYPES",
     "MANIFEST",
+    "NAMED",
     "Draft",
     "Entry",
     "ExportKind",
     "FailedElsewhere",
     "Folder",
     "HostMemory",
+    "Lazy",
     "Manifest",
     "Outcomes",
     "Part",
@@ -39,6 +38,7 @@ __all__ = [
     "ShardReader",
     "ShardWriter",
     "WholeFile",
+    "WholeModel",
     "blocks",
     "check_memory",
     "copy_name",

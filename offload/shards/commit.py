@@ -1,8 +1,5 @@
 """How a folder is committed: the one it is written in, and the renames that make it appear whole or not at all.
 
-The first rank makes the folder and commits it, every rank writes files of its own in it; a loader of checkpoints asks which
-folder to read.  It never communicates and never looks inside a shard file.
-
 Note: [Renames]
     A save writes ``NAME.tmp-TOKEN``.  When it is complete and synced it changes places with an earlier ``NAME`` in one call,
     and the old one is removed.  Where the file system cannot exchange, ``NAME`` is renamed to ``NAME.old-TOKEN`` and the new
@@ -16,8 +13,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +22,12 @@ from offload.disk import Owner
 from offload.errors import CheckpointError
 from offload.private_files import make_folders
 from offload.regular_files import planted_link
-from offload.shards.file import Record
-from offload.shards.folder import EXCHANGE, Folder, lstat, made_by_first, renameat2
-from offload.shards.leftovers import recover, standing, strangers_of, working
-from offload.shards.manifest import MANIFEST, MANIFEST_MOST, Manifest, encoded
-from offload.shards.replaceable import CHECKPOINT, OURS, FolderKind, retire
+from offload.shards.folder import EXCHANGE, Folder, renameat2
+from offload.shards.leftovers import CHECKPOINT, FolderKind, recover, retire, working
+from offload.shards.manifest import MANIFEST, MANIFEST_MOST, Manifest, Record, encoded
 from offload.text import counted, shown, shown_path
 
-__all__ = ["Draft", "destination", "find", "manifest_of", "refuse_occupied"]
+__all__ = ["Draft", "destination", "manifest_of", "refuse_occupied"]
 
 #: What a save adds to the name of its target while it works; a file name has at most 255 bytes.
 _NAME_MOST = 255 - len(".tmp-") - 16
@@ -55,27 +50,22 @@ def destination(path: str | os.PathLike[str], verb: str, what: str = "folder") -
         raise CheckpointError(
             f"{verb} expected the path of a {what}, found {shown(path)}. Name one, e.g. {_EXAMPLES[what]}."
         )
-    target = Path(text)
     try:
-        planted = planted_link(target)
-        place = target.resolve()
+        planted = planted_link(Path(text))
+        place = Path(text).resolve()
+        nbytes = len(os.fsencode(place.name))
+        if planted:
+            expected = f"a {what} or a link of your own, found {planted}. Name the {what} itself."
+        elif not 0 < nbytes <= _NAME_MOST:
+            expected = f"a {what} whose name has 1 to {_NAME_MOST} bytes, found {nbytes}. Choose another path."
+        else:
+            return place
     except (OSError, RuntimeError) as error:
         # As what pathlib raises a loop depends on the version of Python.
         if isinstance(error, OSError) and error.errno != errno.ELOOP:
             raise
-        found = f"Cannot {verb} {shown_path(text)}. Expected a path, found a loop of links. Remove it."
-        raise CheckpointError(found) from None
-    if planted:
-        raise CheckpointError(
-            f"Cannot {verb} {shown_path(text)}. Expected a {what} or a link of your own, found {planted}. Name the {what} "
-            "itself."
-        )
-    if not 0 < len(os.fsencode(place.name)) <= _NAME_MOST:
-        raise CheckpointError(
-            f"Cannot {verb} {shown_path(text)}. Expected a {what} whose name has 1 to {_NAME_MOST} bytes, found "
-            f"{len(os.fsencode(place.name))}. Choose another path."
-        )
-    return place
+        expected = "a path, found a loop of links. Remove it."
+    raise CheckpointError(f"Cannot {verb} {shown_path(text)}. Expected {expected}")
 
 
 def refuse_occupied(target: Path, verb: str) -> None:
@@ -123,31 +113,28 @@ class Draft:
         Raises:
             CheckpointError: ``target`` is something that shall not be replaced.  OSError: it cannot be written there.
         """
-        if lstat(self.target.parent) is not None:
+        if os.path.lexists(self.target.parent):
             with Folder(self.target.parent) as parent, self._earlier(parent, None):
                 pass
         make_folders(self.target.parent)
         self._parent = Folder(self.target.parent)
         working.add(self.token)
-        made = self._make(self._parent)
-        self.opened_ns = os.fstat(made.fd).st_mtime_ns
-        recover(self._parent, self.target.name, made, self.kind)
-        with self._earlier(self._parent, made):
-            pass
-
-    def _make(self, parent: Folder) -> Folder:
-        """A new folder with the file that says who works in it; where that fails, ``discard`` removes the folder."""
         while True:
-            os.mkdir(self._names[0], 0o700, dir_fd=parent.fd)
+            # Where a file cannot be made in it, ``discard`` removes the folder.
+            os.mkdir(self._names[0], 0o700, dir_fd=self._parent.fd)
             try:
-                self._made = Folder(self._names[0], parent)
+                self._made = Folder(self._names[0], self._parent)
                 self._made.create(self._mark, Owner.here().page())
-                return self._made
+                break
             except FileNotFoundError:
                 # Another save to this path took the empty folder for what a killed one left.
                 if self._made is not None:
                     self._made.close()
                     self._made = None
+        self.opened_ns = os.fstat(self._made.fd).st_mtime_ns
+        recover(self._parent, self.target.name, self._made, self.kind)
+        with self._earlier(self._parent, self._made):
+            pass
 
     @contextmanager
     def files(self) -> Iterator[Folder]:
@@ -156,7 +143,21 @@ class Draft:
         Raises:
             CheckpointError: the folder that the first rank made is not here.
         """
-        with made_by_first(self.target, self._names[0], self._mark, self.kind.verb) as folder:
+        verb, parent = self.kind.verb, self.target.parent
+        with ExitStack() as opened:
+            try:
+                folder = opened.enter_context(Folder(self._names[0], opened.enter_context(Folder(parent))))
+                if folder.size(self._mark) is None:
+                    raise FileNotFoundError
+            except (FileNotFoundError, NotADirectoryError) as error:
+                found = "none on this host"
+                with suppress(OSError):
+                    if os.statvfs(parent).f_flag & os.ST_RDONLY:
+                        found += f", where the file system at {parent} is mounted read-only"
+                raise self._refused(
+                    f"the folder that the first rank made, found {found}. {verb.capitalize()} into a file system that all "
+                    "hosts share, by the same path."
+                ) from error
             yield folder
 
     def folder(self) -> Folder:
@@ -182,28 +183,32 @@ class Draft:
         Raises:
             CheckpointError: a file is not here as its writer says.  OSError: nothing was committed.
         """
-        assert self._parent is not None, "open() comes first"
+        parent, made, last = self._parent, self.made, last or {}
+        assert parent is not None, "open() comes first"
         for name, nbytes in sizes.items():
-            self._check_visible(name, nbytes)
-        for name, data in (last or {}).items():
-            self.made.create(name, data)
-        _sync_tree(self.made, {*sizes, *(last or {})})
-        while not self._committed(self._parent, self.made):
-            # Another save has put its folder there since this one looked: that is the earlier one now.
-            pass
-
-    def _committed(self, parent: Folder, made: Folder) -> bool:
-        with self._earlier(parent, made) as earlier:
-            left = self._put_in_place(parent, made, earlier)
-            if left is None:
-                return False
-            parent.sync()
-            if earlier is not None:
-                retire(parent, left, earlier, made, self.kind)
-            # Until now it says whose the earlier folder was to remove.
-            with suppress(OSError):
-                os.unlink(self._mark, dir_fd=made.fd)
-        return True
+            size = made.size(name)
+            if size != nbytes:
+                raise self._refused(
+                    f"{name} with {nbytes} bytes next to the first rank's file, found "
+                    f"{'no such file' if size is None else f'{size} bytes'}. {self.kind.verb.capitalize()} into a file system "
+                    "that all hosts share."
+                )
+        for name, data in last.items():
+            made.create(name, data)
+        _sync_tree(made, {*sizes, *last})
+        while True:
+            with self._earlier(parent, made) as earlier:
+                left = self._put_in_place(parent, made, earlier)
+                if left is None:
+                    # Another save has put its folder there since this one looked: that is the earlier one now.
+                    continue
+                parent.sync()
+                if earlier is not None:
+                    retire(parent, left, earlier, made, self.kind)
+                # Until now it says whose the earlier folder was to remove.
+                with suppress(OSError):
+                    os.unlink(self._mark, dir_fd=made.fd)
+                return
 
     def _put_in_place(self, parent: Folder, made: Folder, earlier: Folder | None) -> str | None:
         """See Note [Renames]; returns what the earlier folder is called now, if there was one.  None: there is another."""
@@ -240,32 +245,19 @@ class Draft:
     def _earlier(self, parent: Folder, made: Folder | None) -> Iterator[Folder | None]:
         """What ``target`` is now, where this save may take its place: an empty folder or one of this kind and user."""
         status = parent.entry(self.target.name)
-        if status is None:
-            yield None
-            return
-        found = parent.folder(self.target.name)
-        if found is None:
-            kinds = {stat.S_IFLNK: "a link", stat.S_IFREG: "a file"}
-            raise self._not_replaceable(kinds.get(stat.S_IFMT(status.st_mode), "a pipe or a device"))
-        with found:
-            problem = self.kind.problem(found) if found.names() else ""
-            if not problem and found.names() and made is not None and found.status.st_uid != made.status.st_uid:
-                problem = f"{self.kind.noun} of another user (uid {found.status.st_uid})"
+        found = None if status is None else parent.folder(self.target.name)
+        with found or nullcontext():
+            problem = ""
+            if status is not None and found is None:
+                kinds = {stat.S_IFLNK: "a link", stat.S_IFREG: "a file"}
+                problem = kinds.get(stat.S_IFMT(status.st_mode), "a pipe or a device")
+            elif found is not None and found.names():
+                problem = self.kind.problem(found)
+                if not problem and made is not None and found.status.st_uid != made.status.st_uid:
+                    problem = f"{self.kind.noun} of another user (uid {found.status.st_uid})"
             if problem:
-                raise self._not_replaceable(problem)
+                raise self._refused(f"no such path, {self.kind.earlier}, found {problem}. Choose another path.")
             yield found
-
-    def _not_replaceable(self, what: str) -> CheckpointError:
-        return self._refused(f"no such path, {self.kind.earlier}, found {what}. Choose another path.")
-
-    def _check_visible(self, name: str, nbytes: int) -> None:
-        found = self.made.size(name)
-        if found != nbytes:
-            raise self._refused(
-                f"{name} with {nbytes} bytes next to the first rank's file, found "
-                f"{'no such file' if found is None else f'{found} bytes'}. {self.kind.verb.capitalize()} into a file system "
-                "that all hosts share."
-            )
 
     def _refused(self, expected: str) -> CheckpointError:
         return CheckpointError(f"Cannot {self.kind.verb} {self.target}. Expected {expected}")
@@ -299,7 +291,7 @@ def manifest_of(draft: Draft, about: Mapping[str, Any], files: Sequence[Record])
     return {MANIFEST: raw}
 
 
-def _sync_tree(folder: Folder, durable: Collection[str]) -> None:
+def _sync_tree(folder: Folder, durable: set[str]) -> None:
     """What other libraries wrote into the folder, and the folders in it; ``durable``: files in it that are so already."""
     for root, _, names in os.walk(folder.path):
         for name in set(names).difference(durable if root == str(folder.path) else ()):
@@ -317,37 +309,3 @@ def _sync_tree(folder: Folder, durable: Collection[str]) -> None:
 def _exchange(parent_fd: int, one: str, other: str) -> bool:
     """Let two folders of one folder change places in one step; False where this system cannot."""
     return renameat2(parent_fd, one, parent_fd, other, EXCHANGE)
-
-
-def find(target: Path) -> Path:
-    """The folder that holds the checkpoint ``target``: itself, or what a kill between two renames left.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if (target / MANIFEST).exists():
-        return target
-    stranger: int | None = None
-    if not _has_foreign(target) and target.parent.is_dir():
-        with Folder(target.parent) as parent:
-            found = standing(parent, target.name)
-            stranger = next(strangers_of(parent, target.name), None)
-        if found is not None:
-            return target.with_name(found.name)
-    if (target / ".metadata").exists():
-        raise CheckpointError(
-            f"Cannot load {target}. Expected a checkpoint that attachment.save() wrote, found one of "
-            "torch.distributed.checkpoint (as FSDP2's are saved). Load it with dcp.load and get_state_dict of the attached "
-            "model."
-        )
-    what = "a folder without a manifest" if target.is_dir() else "a file" if target.exists() else "nothing there"
-    if stranger is not None:
-        what += f" but what another user (uid {stranger}) left beside it, in a folder that everybody can write to"
-    raise CheckpointError(
-        f"Cannot load {target}. Expected a checkpoint that attachment.save() wrote, found {what}. Check the path; a save that "
-        "was killed before its commit leaves none."
-    )
-
-
-def _has_foreign(target: Path) -> bool:
-    return target.exists() and not (target.is_dir() and all(OURS.fullmatch(path.name) for path in target.iterdir()))

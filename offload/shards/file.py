@@ -1,8 +1,4 @@
-"""One rank's shard file: safetensors written and read chunk by chunk, with an xxh3 checksum a tensor kept outside it.
-
-The saver hands tensors in the order it announced them; the loader reads them back in chunks of a bounded size.  It
-knows tensors and bytes; it never knows what a tensor means, and never trusts a length it read before comparing it with the
-file's size.
+"""Safetensors files of a rank: their header, and a reader of bounded memory that compares what it reads with checksums.
 
 Source: the safetensors format, https://huggingface.co/docs/safetensors.
 """
@@ -13,27 +9,24 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from offload.disk import Bytes
 from offload.errors import CheckpointError
 from offload.regular_files import open_regular
-from offload.shards.part import Part
-from offload.shards.stream import Stream
+from offload.shards.manifest import Record
 
-__all__ = [
-    "CHUNK", "CODES", "DTYPES", "Entry", "Record", "ShardReader", "ShardWriter", "blocks", "digest", "file_nbytes", "header"
-]  # fmt: skip
+__all__ = ["CHUNK", "CODES", "DTYPES", "NAMED", "Entry", "Part", "ShardReader", "blocks", "digest", "file_nbytes", "header"]
 
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
@@ -43,6 +36,8 @@ CODES = {
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in CODES.items()}
+#: By torch's own names, as manifests and other formats have them.
+NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 #: Bytes of a tensor that are in memory at once; a multiple of every element size.
 CHUNK = 8 << 20
 #: Bytes that are copied while a core's cache still has them from their checksum.
@@ -63,17 +58,6 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Record(BaseModel):
-    """What a manifest keeps of one shard file: its name and size, and checksums of its header and of every tensor."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    name: str
-    nbytes: int
-    header: str
-    tensors: dict[str, str]
-
-
 def digest(chunks: Iterable[Tensor]) -> str:
     """The checksum of these tensors' bytes, one after the other."""
     state = xxhash.xxh3_64()
@@ -89,51 +73,97 @@ def file_nbytes(entries: Sequence[Entry]) -> tuple[int, int]:
     return front, front + sum(entry.nbytes for entry in entries)
 
 
-class ShardWriter:
-    """A new shard file.  Tensors come in the order of ``entries``; ``finish`` makes them durable, ``abort`` removes all.
+def header(entries: Sequence[Entry]) -> bytes:
+    """The beginning of a file that has these tensors in this order."""
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        assert entry.name not in described, f"two tensors are called {entry.name}"
+        if entry.dtype not in CODES:
+            raise CheckpointError(
+                f"Cannot store {entry.name}. Expected a dtype that safetensors supports, found {entry.dtype}. Convert it, "
+                "leave it out, or use state_dict() and torch.save."
+            )
+        offsets = [offset, offset + entry.nbytes]
+        described[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        offset += entry.nbytes
+    raw = json.dumps(described, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    return struct.pack("<Q", len(raw)) + raw
 
-    Raises:
-        OSError: from any call; the caller decides what to do about it.
-        CheckpointError: a dtype or name the format does not know.
+
+def blocks(chunk: Tensor) -> Iterator[Bytes]:
+    """The tensor's bytes in storage order of a contiguous copy, at most CHUNK at a time from another device."""
+    flat = chunk.detach().resolve_conj().resolve_neg().reshape(-1)
+    step = CHUNK // chunk.dtype.itemsize
+    for start in range(0, flat.numel(), step):
+        whole = flat[start : start + step].to("cpu").contiguous()
+        # A tensor of one element counts as contiguous whatever its stride is, and may not be seen as bytes then.
+        block = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
+        for at in range(0, block.size, CACHED):
+            yield block[at : at + CACHED]
+
+
+class Part:
+    """Ranges of a file of ``nbytes`` bytes, in order and apart, as memory of their own.
+
+    Args:
+        digests: of runs of bytes that lie within one range each, by start and stop, in order, what their checksum must be;
+            ``write`` compares it as they come.
+    Attributes:
+        nbytes: of the file, all of it.
+        ranges: what is here.
     """
 
-    def __init__(self, path: Path, entries: Sequence[Entry], dir_fd: int | None = None) -> None:
-        self.path = path
-        self._entries = iter(entries)
-        self._digests: dict[str, str] = {}
-        raw = header(entries)
-        self._header = xxhash.xxh3_64_hexdigest(raw)
-        self.nbytes = len(raw) + sum(entry.nbytes for entry in entries)
-        self._stream = Stream(path, dir_fd)
-        try:
-            self._stream.write(np.frombuffer(raw, np.uint8))
-        except BaseException:
-            self.abort()
-            raise
+    def __init__(
+        self, nbytes: int, ranges: Sequence[tuple[int, int]], digests: Mapping[tuple[int, int], str] | None = None
+    ) -> None:
+        self.nbytes, self.ranges = nbytes, tuple(ranges)
+        self._places: list[int] = []
+        held = 0
+        for start, stop in ranges:
+            # As the file itself has it, so that what is aligned there is here; no dtype is wider.
+            held += (start - held) % 64
+            self._places.append(held)
+            held += stop - start
+        # Small pages: it is written once and soon given back, and large ones took longer to be had than to be filled.
+        self._memory = torch.empty(held, dtype=torch.uint8, device="cpu")
+        self._left = sorted((digests or {}).items(), reverse=True)
+        self._state = xxhash.xxh3_64()
+        self._wrong = False
 
-    def write(self, name: str, chunks: Iterable[Tensor]) -> None:
-        """The next tensor's elements, in any number of 1-D or shaped chunks, on any device."""
-        entry = next(self._entries)
-        assert entry.name == name, f"Cannot read {self.path}. Expected {entry.name} next, found {name}"
-        state, written = xxhash.xxh3_64(), 0
-        for chunk in chunks:
-            assert chunk.dtype == entry.dtype, f"{name}: announced as {entry.dtype}, found {chunk.dtype}"
-            for block in blocks(chunk):
-                state.update(block.data)
-                self._stream.write(block)
-                written += block.size
-        assert written == entry.nbytes, f"{name}: announced {entry.nbytes} bytes, found {written}"
-        self._digests[name] = state.hexdigest()
+    @property
+    def wrong(self) -> bool:
+        """Some run came with another checksum, or has not come."""
+        return self._wrong or bool(self._left)
 
-    def finish(self) -> Record:
-        """Flush, sync and close."""
-        assert next(self._entries, None) is None, f"{self.path}: a tensor that was announced is missing"
-        self._stream.finish()
-        return Record(name=self.path.name, nbytes=self.nbytes, header=self._header, tensors=self._digests)
+    def has(self, start: int, stop: int) -> bool:
+        """All of these bytes are in it, one after the other."""
+        at = self._at(start)
+        return at >= 0 and self.ranges[at][1] >= stop
 
-    def abort(self) -> None:
-        """Close and remove what was written; what cannot be removed is left to the next save."""
-        self._stream.abort()
+    def bytes(self, start: int, stop: int) -> Tensor:
+        """uint8, the memory itself, of bytes that it ``has``."""
+        at = self._at(start)
+        assert self.has(start, stop), f"bytes {start} to {stop} of {self.ranges}"
+        begin = self._places[at] + start - self.ranges[at][0]
+        return self._memory[begin : begin + stop - start]
+
+    def write(self, start: int, data: Tensor) -> None:
+        """Take the next bytes, which begin at ``start``: 1-D uint8."""
+        stop = start + data.numel()
+        self.bytes(start, stop).copy_(data)
+        while self._left and self._left[-1][0][0] < stop:
+            (first, last), digest = self._left[-1]
+            self._state.update(data[max(first - start, 0) : last - start].numpy().data)
+            if last > stop:
+                return
+            self._wrong = self._wrong or self._state.hexdigest() != digest
+            self._left.pop()
+            self._state.reset()
+
+    def _at(self, start: int) -> int:
+        return bisect_right(self.ranges, (start, sys.maxsize)) - 1
 
 
 class ShardReader:
@@ -213,19 +243,9 @@ class ShardReader:
         Raises:
             CheckpointError: bytes are not those that were written, or cannot be read.
         """
-        # So little that a core's cache has it still when its checksum is taken.
-        memory = bytearray(CACHED)
+        scratch = memoryview(bytearray(CACHED))
         for name in self._entries if names is None else names:
-            state, total = xxhash.xxh3_64(), self.entry(name).nbytes
-            for offset in range(0, total, CACHED):
-                now = memoryview(memory)[: min(CACHED, total - offset)]
-                self._read(now, self._offsets[name] + offset)
-                state.update(now)
-            self._compare(name, state.hexdigest())
-
-    def _compare(self, name: str, found: str) -> None:
-        if found != self._record.tensors[name]:
-            raise self._damaged(f"bytes of {name} whose checksum does not match")
+            self._checked(name, self.entry(name).nbytes, scratch)
 
     def tensor(self, name: str) -> Tensor:
         """The whole tensor, new, on the CPU.
@@ -233,15 +253,21 @@ class ShardReader:
         Raises:
             CheckpointError: its bytes are not those that were written, or cannot be read.
         """
-        entry, state = self.entry(name), xxhash.xxh3_64()
+        entry = self.entry(name)
         whole = torch.empty(math.prod(entry.shape), dtype=entry.dtype, device="cpu")
-        memory = whole.view(torch.uint8).numpy().data
-        for offset in range(0, len(memory), CACHED):
-            now = memory[offset : offset + CACHED]
-            self._read(now, self._offsets[name] + offset)
-            state.update(now)
-        self._compare(name, state.hexdigest())
+        self._checked(name, entry.nbytes, whole.view(torch.uint8).numpy().data)
         return whole.reshape(entry.shape)
+
+    def _checked(self, name: str, nbytes: int, memory: memoryview) -> None:
+        """Read a tensor into memory for all of it, or over and over into what is less, and compare its checksum."""
+        state = xxhash.xxh3_64()
+        # So little at once that a core's cache has it still when its checksum is taken.
+        for offset in range(0, nbytes, CACHED):
+            count, at = min(CACHED, nbytes - offset), offset if len(memory) >= nbytes else 0
+            self._read(memory[at : at + count], self._offsets[name] + offset)
+            state.update(memory[at : at + count])
+        if state.hexdigest() != self._record.tensors[name]:
+            raise self._damaged(f"bytes of {name} whose checksum does not match")
 
     def elements(self, name: str, start: int, numel: int) -> Tensor:
         """A run of the tensor's elements, 1-D on the CPU, not to be written to; nobody compares it with a checksum (`verify`
@@ -309,34 +335,3 @@ class ShardReader:
             f"Cannot read {self.path}. Expected the shard file its manifest describes, found {found}. Load another checkpoint, "
             "or copy this one again."
         )
-
-
-def header(entries: Sequence[Entry]) -> bytes:
-    """The beginning of a file that has these tensors in this order."""
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for entry in entries:
-        assert entry.name not in described, f"two tensors are called {entry.name}"
-        if entry.dtype not in CODES:
-            raise CheckpointError(
-                f"Cannot store {entry.name}. Expected a dtype that safetensors supports, found {entry.dtype}. Convert it, "
-                "leave it out, or use state_dict() and torch.save."
-            )
-        offsets = [offset, offset + entry.nbytes]
-        described[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
-        offset += entry.nbytes
-    raw = json.dumps(described, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def blocks(chunk: Tensor) -> Iterator[Bytes]:
-    """The tensor's bytes in storage order of a contiguous copy, at most CHUNK at a time from another device."""
-    flat = chunk.detach().resolve_conj().resolve_neg().reshape(-1)
-    step = CHUNK // chunk.dtype.itemsize
-    for start in range(0, flat.numel(), step):
-        whole = flat[start : start + step].to("cpu").contiguous()
-        # A tensor of one element counts as contiguous whatever its stride is, and may not be seen as bytes then.
-        block = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
-        for at in range(0, block.size, CACHED):
-            yield block[at : at + CACHED]

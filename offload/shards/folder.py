@@ -1,7 +1,4 @@
-"""A folder that is held open, so that nobody's links and renames lead elsewhere: entries are looked up in it.
-
-``commit.py`` and ``series.py`` touch checkpoints through it alone.  It removes nothing and never decides which folder is ours.
-"""
+"""A folder that is held open, so that nobody's links and renames lead elsewhere: entries are looked up in it."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ import errno
 import os
 import stat
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from offload.errors import CheckpointError
@@ -19,17 +14,9 @@ from offload.private_files import create
 from offload.regular_files import read_regular
 from offload.shards.manifest import Manifest, read_manifest
 
-__all__ = ["EXCHANGE", "RENAME_NOREPLACE", "Folder", "lstat", "made_by_first", "renameat2", "says_nothing"]
+__all__ = ["EXCHANGE", "RENAME_NOREPLACE", "Folder", "renameat2", "says_nothing"]
 
 RENAME_NOREPLACE, EXCHANGE = 1, 2
-
-
-def lstat(path: Path) -> os.stat_result | None:
-    """What is at a path, a link itself; None where nothing is."""
-    try:
-        return os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
 
 
 def says_nothing(error: BaseException) -> bool:
@@ -69,6 +56,11 @@ class Folder:
         if fd >= 0:
             os.close(fd)
 
+    @property
+    def path(self) -> Path:
+        """A path to what is open, whatever it is called now."""
+        return Path(f"/proc/self/fd/{self.fd}")
+
     def entry(self, name: str) -> os.stat_result | None:
         """What is called so here, a link itself and not what it leads to; None where nothing is."""
         try:
@@ -85,10 +77,8 @@ class Folder:
         """The folder that is called so here; None where there is none, or a link to one."""
         try:
             return Folder(name, self)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
         except OSError as error:
-            if error.errno == errno.ELOOP:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 return None
             raise
 
@@ -149,16 +139,6 @@ class Folder:
         """Whether every file that the manifest lists lies here, as long as it should be."""
         return all(self.size(record.name) == record.nbytes for record in manifest.files)
 
-    def complete(self) -> bool:
-        """Whether a checkpoint lies here, with every file as long as it should be."""
-        manifest = self.manifest()
-        return manifest is not None and self.whole(manifest)
-
-    @property
-    def path(self) -> Path:
-        """A path to what is open, whatever it is called now."""
-        return Path(f"/proc/self/fd/{self.fd}")
-
 
 def renameat2(old_fd: int, old: str, new_fd: int, new: str, flag: int) -> bool:
     """Linux's rename with a flag; False where this system has it not."""
@@ -171,30 +151,3 @@ def renameat2(old_fd: int, old: str, new_fd: int, new: str, flag: int) -> bool:
     if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         return False
     raise OSError(number, os.strerror(number), new)
-
-
-@contextmanager
-def made_by_first(target: Path, name: str, mark: str, verb: str) -> Iterator[Folder]:
-    """The folder ``name`` beside ``target``, which the first rank made and marked; on every rank.
-
-    Args:
-        verb: what it was made for, for the error.
-    Raises:
-        CheckpointError: it is not here.  OSError: it cannot be opened.
-    """
-    with ExitStack() as opened:
-        try:
-            parent = opened.enter_context(Folder(target.parent))
-            folder = opened.enter_context(Folder(name, parent))
-            if folder.size(mark) is None:
-                raise FileNotFoundError
-        except (FileNotFoundError, NotADirectoryError) as error:
-            found = "none on this host"
-            with suppress(OSError):
-                if os.statvfs(target.parent).f_flag & os.ST_RDONLY:
-                    found += f", where the file system at {target.parent} is mounted read-only"
-            raise CheckpointError(
-                f"Cannot {verb} {target}. Expected the folder that the first rank made, found {found}. {verb.capitalize()} "
-                "into a file system that all hosts share, by the same path."
-            ) from error
-        yield folder

@@ -1,8 +1,5 @@
 """The folder on a tmpfs in which the ranks of one job on one host keep checkpoints that outlive their processes.
 
-``zhooks/checkpoint/peer_memory.py`` opens one on every rank, which removes what jobs that are over left there.  It never looks
-inside a shard file, and what may belong to a job that lives stays.
-
 Note: [Whose memory]
     ``ROOT/zhooks-UID`` is this user's alone (0700, and no link), so whatever lies in it was made by us under this user.  Each
     job has a folder ``job-HASH`` in it, of its run id.  Marks in it name processes: ``launcher-...`` the one that started ranks
@@ -23,23 +20,50 @@ import stat
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from offload.budget import THIS_MACHINE
-from offload.disk import Owner
+from offload.disk import Owner, started_ticks
 from offload.errors import CapabilityError, CheckpointError
 from offload.pages import ALIGN
 from offload.shards.folder import Folder
-from offload.shards.job import job_of, launcher
 from offload.text import shown_path
 
-__all__ = ["HostMemory", "check_memory", "copy_name", "remove_dead_jobs"]
+__all__ = ["HostMemory", "check_memory", "copy_name", "job_of", "remove_dead_jobs"]
 
 _JOB = re.compile(r"job-[0-9a-f]{16}")
 _MARK = re.compile(r"(?:launcher|rank)-[0-9a-f-]+")
 _GENERATION = re.compile(r"gen-([0-9a-f]{16})")
 #: Sessions of this process whose attachment still is there.
 _living: set[str] = set()
+
+
+def job_of(given: str | None) -> str:
+    """The name of this job, by which ranks that are started again find what they kept.
+
+    Args:
+        given: [resilience] job; None takes torchrun's run id.
+    Raises:
+        CapabilityError: there is none.
+    """
+    if given is not None:
+        return f"named {given}"
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        raise CapabilityError(
+            "The memory of peers needs a run id by which restarted ranks find it, found no TORCHELASTIC_RUN_ID. "
+            "Start the job with torchrun, or name it: [resilience] job."
+        )
+    # torchrun's own default is the same for all jobs; what tells them apart is the agent, which lives as long as the job.
+    return f"launched by {_launcher().page().decode()}" if run_id in ("", "none") else f"run {run_id}"
+
+
+def _launcher() -> Owner:
+    """The process that started this one, and starts it again."""
+    here, parent = Owner.here(), os.getppid()
+    started = started_ticks(parent) if parent else None
+    return here if started is None else replace(here, pid=parent, started_ticks=started)
 
 
 def check_memory(root: Path, job: str | None) -> None:
@@ -84,7 +108,7 @@ class HostMemory:
             with Folder(self.path.name, home) as folder:
                 self._refuse_another(folder)
                 self._tidy(folder)
-                for owner, name in ((launcher(), "launcher-{}-{}"), (here, f"rank-{session}-{{}}-{{}}")):
+                for owner, name in ((_launcher(), "launcher-{}-{}"), (here, f"rank-{session}-{{}}-{{}}")):
                     with suppress(FileExistsError):
                         folder.create(name.format(owner.pid, owner.started_ticks), owner.page())
                 self.identity = f"{here.boot} {folder.status.st_dev} {folder.status.st_ino}"

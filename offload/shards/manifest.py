@@ -1,8 +1,4 @@
-"""The manifest of a folder of shard files: what a checkpoint is, and every file of it with its checksums.
-
-``commit.py`` writes it last and reads it to know what a folder holds, a loader to know what to load.  It never looks inside a
-shard file.
-"""
+"""The manifest of a folder of shard files: what a checkpoint is, and every file of it with its checksums; written last."""
 
 from __future__ import annotations
 
@@ -16,14 +12,24 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from offload.errors import CheckpointError
 from offload.regular_files import read_regular
-from offload.shards.file import Record
 
-__all__ = ["MANIFEST", "MANIFEST_MOST", "Manifest", "encoded", "read_manifest", "shard_name"]
+__all__ = ["MANIFEST", "MANIFEST_MOST", "Manifest", "Record", "encoded", "read_manifest", "shard_name"]
 
 MANIFEST = "manifest.json"
 FORMAT = "zhooks sharded checkpoint"
 VERSION = 1
 MANIFEST_MOST = 512 << 20
+
+
+class Record(BaseModel):
+    """What a manifest keeps of one shard file: its name and size, and checksums of its header and of every tensor."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: str
+    nbytes: int
+    header: str
+    tensors: dict[str, str]
 
 
 class Manifest(BaseModel):

@@ -1,7 +1,4 @@
-"""How ranks that write beside training agree without a word to each other: each leaves in the folder what became of its file.
-
-``checkpoint/background.py`` calls it on the thread that writes.  It never communicates but by these files, never commits and
-never removes what a rank wrote.
+"""How ranks that write beside training agree without a collective: each leaves in the folder what became of its file.
 
 Note: [Who waits for whom]
     Each rank makes a file that says which process it is, writes its shard file, and leaves an outcome: the record of the file,
@@ -23,9 +20,8 @@ from pydantic import ValidationError
 from offload.disk import Owner
 from offload.errors import CheckpointError
 from offload.pages import ALIGN
-from offload.shards.file import Record
 from offload.shards.folder import Folder
-from offload.shards.manifest import MANIFEST, MANIFEST_MOST
+from offload.shards.manifest import MANIFEST, MANIFEST_MOST, Record
 
 __all__ = ["FailedElsewhere", "Outcomes"]
 

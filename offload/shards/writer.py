@@ -1,7 +1,6 @@
-"""Bytes in order into a new file, past the page cache where the file system has that: written while the next are made.
+"""Safetensors files being written: a rank's shard, streamed past the page cache with checksums, and one of a whole model.
 
-``file.py`` writes its files through here: a checkpoint as large as memory would push everything else out of the page
-cache, and wait for all of it at the end.  It knows no format.
+Source: the safetensors format, https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -9,15 +8,23 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import xxhash
+from torch import Tensor
+
 from offload.disk import Bytes, Mover, SystemIo
 from offload.pages import aligned
+from offload.private_files import create
+from offload.shards.file import Entry, blocks, header
+from offload.shards.manifest import Record
 from offload.threads import Task, Workers
 
-__all__ = ["Stream"]
+__all__ = ["ShardWriter", "WholeFile"]
 
 #: Buffers, and the bytes of each: one is filled, one is written, one waits, or the disk would stand still whenever whoever
 #: fills them waits for a core.
@@ -25,7 +32,9 @@ BUFFERS, BUFFER = 3, 8 << 20
 
 
 class Stream:
-    """A new file, its owner's alone.
+    """Bytes in order into a new file, its owner's alone, past the page cache where the file system has that.
+
+    A checkpoint as large as memory would push everything else out of the page cache, and wait for all of it at the end.
 
     Args:
         path: its name, for errors too.
@@ -142,3 +151,108 @@ class Stream:
             if fd >= 0:
                 os.close(fd)
         self._direct_fd = self._fd = -1
+
+
+class ShardWriter:
+    """A new shard file.  Tensors come in the order of ``entries``; ``finish`` makes them durable, ``abort`` removes all.
+
+    Raises:
+        OSError: from any call; the caller decides what to do about it.
+        CheckpointError: a dtype or name the format does not know.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[Entry], dir_fd: int | None = None) -> None:
+        self.path = path
+        self._entries = iter(entries)
+        self._digests: dict[str, str] = {}
+        raw = header(entries)
+        self._header = xxhash.xxh3_64_hexdigest(raw)
+        self.nbytes = len(raw) + sum(entry.nbytes for entry in entries)
+        self._stream = Stream(path, dir_fd)
+        try:
+            self._stream.write(np.frombuffer(raw, np.uint8))
+        except BaseException:
+            self.abort()
+            raise
+
+    def write(self, name: str, chunks: Iterable[Tensor]) -> None:
+        """The next tensor's elements, in any number of 1-D or shaped chunks, on any device."""
+        entry = next(self._entries)
+        assert entry.name == name, f"Cannot read {self.path}. Expected {entry.name} next, found {name}"
+        state, written = xxhash.xxh3_64(), 0
+        for chunk in chunks:
+            assert chunk.dtype == entry.dtype, f"{name}: announced as {entry.dtype}, found {chunk.dtype}"
+            for block in blocks(chunk):
+                state.update(block.data)
+                self._stream.write(block)
+                written += block.size
+        assert written == entry.nbytes, f"{name}: announced {entry.nbytes} bytes, found {written}"
+        self._digests[name] = state.hexdigest()
+
+    def finish(self) -> Record:
+        """Flush, sync and close."""
+        assert next(self._entries, None) is None, f"{self.path}: a tensor that was announced is missing"
+        self._stream.finish()
+        return Record(name=self.path.name, nbytes=self.nbytes, header=self._header, tensors=self._digests)
+
+    def abort(self) -> None:
+        """Close and remove what was written; what cannot be removed is left to the next save."""
+        self._stream.abort()
+
+
+class WholeFile:
+    """A new safetensors file whose tensors are written in any order, and a tensor's elements in any runs.
+
+    Raises:
+        OSError: from any call.
+        CheckpointError: a dtype the format does not know.
+    """
+
+    def __init__(self, folder: Path, name: str, entries: Sequence[Entry]) -> None:
+        self.name = name
+        raw = header(entries)
+        self._starts: dict[str, int] = {}
+        self._left = {entry.name: entry.nbytes for entry in entries}
+        self.nbytes = len(raw)
+        for entry in entries:
+            self._starts[entry.name] = self.nbytes
+            self.nbytes += entry.nbytes
+        self._fd = create(folder / name)
+        try:
+            # All of the space now, or none: a full disk is found before the model was gathered once.
+            try:
+                os.posix_fallocate(self._fd, 0, self.nbytes)
+            except OSError as error:
+                # Some file systems cannot, which changes nothing but when a full disk is found.
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+                    raise
+            self._put(memoryview(raw), 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Elements of ``values``, in order, from element ``start`` of the tensor on."""
+        offset = self._starts[name] + start * values.element_size()
+        for block in blocks(values):
+            self._put(block.data, offset)
+            offset += block.size
+            self._left[name] -= block.size
+
+    def finish(self) -> None:
+        """Everything is on the disk."""
+        left = [name for name, nbytes in self._left.items() if nbytes]
+        assert not left, f"{self.name}: announced and not written: {left[:3]}"
+        os.fsync(self._fd)
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _put(self, data: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._fd, data[done:], offset + done)
