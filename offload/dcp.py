@@ -1,8 +1,7 @@
 """Folders of ``torch.distributed.checkpoint``, read without unpickling: tensors whole, by the names they were saved under.
 
-``zprof checkpoint`` opens folders with it; a folder of ours is a `SavedModel`.  It decides which tensors are the model's and
-which the optimizer's.  ``.metadata`` is a pickle, which is interpreted (`offload.torchfiles`); nothing it says is believed
-before chunks were compared with the shape that they should fill.
+``.metadata`` is a pickle, which is interpreted (`offload.torchfiles`); nothing it says is believed before chunks were compared
+with the shape that they should fill.
 
 Note: [Not torch's reader]
     torch's ``FileSystemReader`` unpickles ``.metadata``, follows any path in it, and compares no checksums.
@@ -14,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from offload.errors import CheckpointError
 from offload.regular_files import read_regular
-from offload.shards import CODES, Entry, state_key
+from offload.shards import NAMED, Entry, Lazy, WholeModel, state_key
 from offload.text import one_line, shown
 from offload.torchfiles import Made, Named, Stored, TorchFile, interpret
 
@@ -35,8 +35,6 @@ _OPTIMIZERS = ("optim", "optimizer", "optimizers")
 _NAME = ".metadata"
 _METADATA_MOST = 512 << 20
 _MODULE = "torch.distributed.checkpoint.metadata"
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
-_TORCH_SIZE = {"torch.Size": lambda args: tuple(args[0])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +65,21 @@ class _Whole:
     shape: tuple[int, ...]
     chunks: tuple[_Chunk, ...]
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 def is_distributed(path: Path) -> bool:
     """Whether a folder is one that ``dcp.save`` wrote."""
     return (path / _NAME).exists() and not (path / "manifest.json").exists()
 
 
-class DistributedModel:
-    """What one folder holds.
+class DistributedModel(WholeModel):
+    """What one folder holds; in memory are one tensor and one chunk of it at a time.
 
+    Attributes:
+        others: what is neither the model's nor an optimizer's, by the key it was saved under.
     Raises:
         CheckpointError: it is none that is read.
     """
@@ -83,140 +87,100 @@ class DistributedModel:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            root = interpret(read_regular(path / _NAME, _METADATA_MOST), _TORCH_SIZE)
+            root = interpret(read_regular(path / _NAME, _METADATA_MOST), {"torch.Size": lambda args: tuple(args[0])})
             self._version, self._tensors, self._objects = _read(root)
         except OSError as error:
-            raise _refused(path, f"{_NAME}, which cannot be read ({error.strerror or error})") from error
+            raise self.refused(f"{_NAME}, which cannot be read ({error.strerror or error})") from error
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-            raise _refused(path, f"{_NAME} that contradicts itself ({type(error).__name__}: {error})") from error
-        self._model: dict[str, _Whole] = {}
-        self._states: dict[str, _Whole] = {}
-        #: What is neither the model's nor an optimizer's, by the key it was saved under.
-        self.others: list[str] = []
+            raise self.refused(f"{_NAME} that contradicts itself ({type(error).__name__}: {error})") from error
         flat = all(len(tensor.path) == 1 for tensor in self._tensors)
-        for tensor in self._tensors:
-            kind, name = (_MODEL, tensor.path[0]) if flat else _part(tensor.path)
-            into = {_MODEL: self._model, _STATE: self._states}.get(kind)
-            if into is None:
-                self.others.append(tensor.key)
-            elif name in into:
-                raise _refused(path, f"two tensors called {shown(name)}")
-            else:
-                into[name] = tensor
+        named = [(_MODEL, tensor.path[0]) if flat else _named(tensor.path) for tensor in self._tensors]
+        of = list(zip(named, self._tensors, strict=True))
+        self._model = [(name, tensor) for (kind, name), tensor in of if kind == _MODEL]
+        self._states = [(name, tensor) for (kind, name), tensor in of if kind == _STATE]
+        self.others = [tensor.key for (kind, _), tensor in of if not kind]
+
+    def refused(self, found: str) -> CheckpointError:
+        return CheckpointError(
+            f"Cannot read {self.path}. Expected a folder that torch.distributed.checkpoint wrote, found "
+            f"{one_line(found)[:400]}. Copy it again, or read it with dcp.load in the program that saved it."
+        )
 
     @property
     def parameters(self) -> set[str]:
-        """Never known.
-
-        Raises:
-            CheckpointError: always.
-        """
-        raise _refused(self.path, "no record of which tensors are parameters and which are buffers, as --dtype needs")
+        """Never known."""
+        raise self.refused("no record of which tensors are parameters and which are buffers, as --dtype needs")
 
     @property
     def tied(self) -> dict[str, str]:
         """None: such a folder has a tensor under each of its names."""
         return {}
 
-    def entries(self) -> list[Entry]:
-        """The model's parameters and buffers, as ``tensors`` gives them.
-
-        Raises:
-            CheckpointError: there are none.
-        """
+    def model(self) -> Iterator[Lazy]:
         if not self._model:
             tops = sorted({tensor.path[0] for tensor in self._tensors})
-            raise _refused(self.path, f"no tensors under the key model (its keys: {', '.join(map(shown, tops[:8]))})")
-        return [Entry(name, tensor.dtype, tensor.shape) for name, tensor in self._model.items()]
+            raise self.refused(f"no tensors under the key model (its keys: {', '.join(map(shown, tops[:8]))})")
+        for name, tensor in self._model:
+            yield Entry(name, tensor.dtype, tensor.shape), partial(self._whole, tensor)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each of ``entries``, in their order, verified; in memory are one tensor and one chunk of it at a time."""
-        for name, tensor in self._model.items():
-            yield name, self._whole(tensor)
-
-    def state_entries(self) -> list[Entry]:
-        """The tensors of the optimizer's states by parameter, as ``states`` gives them.
-
-        Raises:
-            CheckpointError: there are none.
-        """
+    def optimizer(self) -> Iterator[Lazy]:
         if not self._states:
-            raise _refused(self.path, f"no states under one of the keys {', '.join(_OPTIMIZERS)}")
-        return [Entry(name, tensor.dtype, tensor.shape) for name, tensor in self._states.items()]
-
-    def states(self) -> Iterator[tuple[str, Tensor]]:
-        """Each of ``state_entries``, in their order."""
-        for name, tensor in self._states.items():
-            yield name, self._whole(tensor)
+            raise self.refused(f"no states under one of the keys {', '.join(_OPTIMIZERS)}")
+        for name, tensor in self._states:
+            yield Entry(name, tensor.dtype, tensor.shape), partial(self._whole, tensor)
 
     def groups(self) -> list[dict[str, Any]]:
-        """Not read.
-
-        Raises:
-            CheckpointError: always.
-        """
-        raise _refused(self.path, "options of optimizer groups, which are not read for --to torch: use --to safetensors")
+        """Not read."""
+        raise self.refused("options of optimizer groups, which are not read for --to torch: use --to safetensors")
 
     def files(self) -> list[tuple[str, int]]:
         """Each file that is needed, and its bytes that are."""
         sizes = Counter[str]()
-        for span in self._spans():
+        for span in [*(chunk.span for tensor in self._tensors for chunk in tensor.chunks), *self._objects]:
             sizes[span.file] += span.nbytes
         return sorted(sizes.items())
 
     def verify(self, number: int, advance: Callable[[int], object]) -> bool:
-        """Compare everything in one file with its description and its checksums; False where some of it has none.
-
-        Raises:
-            CheckpointError: it is missing or damaged.
-        """
         name, checked = self.files()[number][0], True
-        for tensor in self._tensors:
-            for chunk in tensor.chunks:
-                if chunk.span.file == name:
-                    stored = self._stored(tensor, chunk.sizes, chunk.span)
-                    checked = self._verified(stored.file) and checked
-                    advance(chunk.span.nbytes)
-        for span in self._objects.values():
+        found = [(chunk.span, (tensor, chunk)) for tensor in self._tensors for chunk in tensor.chunks]
+        for span, of in [*found, *((span, None) for span in self._objects)]:
             if span.file == name:
-                checked = self._verified(self._opened(span)) and checked
+                file = self._opened(span) if of is None else self._stored(*of).file
+                checked = self._verified(file) and checked
                 advance(span.nbytes)
         return checked
 
     def facts(self) -> dict[str, Any]:
         """What ``zprof checkpoint show`` says; reads no file but ``.metadata``."""
-        tensors, holds = self._tensors, Counter[str]()
-        for tensors_of, kind in ((self._model, "model"), (self._states, "states")):
-            holds[kind] = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors_of.values())
         files = self.files()
         return {
             "folder": str(self.path),
             "format": f"torch.distributed.checkpoint {self._version}",
-            "ranks": len({_rank(name) for name, _ in files}),
+            # Of __RANK_NUMBER.distcp.
+            "ranks": len({name.removeprefix("__").partition("_")[0] for name, _ in files}),
             "files": len(files),
             "model": len(self._model),
             "states": len(self._states),
             "other": sorted(map(one_line, self.others)),
             "objects": len(self._objects),
-            "elements": sum(math.prod(each.shape) for each in self._model.values()),
-            "dtypes": sorted({_dtype(each) for each in self._model.values()}),
+            "elements": sum(math.prod(each.shape) for _, each in self._model),
+            "dtypes": sorted({str(each.dtype).removeprefix("torch.") for _, each in self._model}),
             "bytes": sum(nbytes for _, nbytes in files),
-            "holds": dict(holds),
-            "tensors": {one_line(each.key): f"{_dtype(each)} {list(each.shape)}" for each in tensors},
-        }
-
-    def _spans(self) -> Iterator[_Span]:
-        for tensor in self._tensors:
-            yield from (chunk.span for chunk in tensor.chunks)
-        yield from self._objects.values()
+            "holds": {
+                "model": sum(each.nbytes for _, each in self._model), "states": sum(each.nbytes for _, each in self._states),
+            },
+            "tensors": {
+                one_line(each.key): f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in self._tensors
+            },
+        }  # fmt: skip
 
     def _opened(self, span: _Span) -> TorchFile:
         return TorchFile(self.path / span.file, span=(span.start, span.nbytes))
 
-    def _stored(self, tensor: _Whole, sizes: Sequence[int], span: _Span) -> Stored:
-        found = self._opened(span).root
-        if not isinstance(found, Stored) or (found.dtype, found.shape) != (tensor.dtype, tuple(sizes)):
-            raise _refused(self.path, f"{span.file} with a tensor other than {shown(tensor.key)} at {span.start}")
+    def _stored(self, tensor: _Whole, chunk: _Chunk) -> Stored:
+        span, found = chunk.span, self._opened(chunk.span).root
+        if not isinstance(found, Stored) or (found.dtype, found.shape) != (tensor.dtype, chunk.sizes):
+            raise self.refused(f"{span.file} with a tensor other than {shown(tensor.key)} at {span.start}")
         return found
 
     def _verified(self, file: TorchFile) -> bool:
@@ -226,18 +190,16 @@ class DistributedModel:
 
     def _whole(self, tensor: _Whole) -> Tensor:
         # All are there before memory is taken for what they should fill.
-        opened = [self._stored(tensor, chunk.sizes, chunk.span) for chunk in tensor.chunks]
+        opened = [self._stored(tensor, chunk) for chunk in tensor.chunks]
         out = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         for chunk, stored in zip(tensor.chunks, opened, strict=True):
             self._verified(stored.file)
-            into = out
-            for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                into = into.narrow(dim, start, size)
-            into.copy_(stored.tensor())
+            box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            out[box] = stored.tensor()
         return out
 
 
-def _part(path: tuple[str, ...]) -> tuple[str, str]:
+def _named(path: tuple[str, ...]) -> tuple[str, str]:
     """Whose a tensor is, by where it was in the state dict: the model's, an optimizer's, or neither's; and its name there."""
     for place, word in enumerate(path[:2]):
         rest = path[place + 1 :]
@@ -250,19 +212,10 @@ def _part(path: tuple[str, ...]) -> tuple[str, str]:
     return "", ""
 
 
-def _rank(file: str) -> str:
-    """Of ``__RANK_NUMBER.distcp``."""
-    return file.removeprefix("__").partition("_")[0]
-
-
-def _dtype(tensor: _Whole) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 # .metadata
 
 
-def _read(root: Any) -> tuple[str, list[_Whole], dict[str, _Span]]:
+def _read(root: Any) -> tuple[str, list[_Whole], list[_Span]]:
     """The version that wrote it, the tensors, and what is no tensor: each a file of ``torch.save`` of its own."""
     state = _state(root, "Metadata")
     spans: dict[tuple[str, tuple[int, ...] | None], _Span] = {}
@@ -273,13 +226,18 @@ def _read(root: Any) -> tuple[str, list[_Whole], dict[str, _Span]]:
         if place in spans:
             raise ValueError(f"{shown(place[0])} that lies in two places")
         spans[place] = _span(about)
-    _check_apart(spans.values())
+    # No bytes are of two chunks: all tensors together are no larger than the files.
+    ends = Counter[str]()
+    for span in sorted(spans.values(), key=lambda each: (each.file, each.start, each.nbytes)):
+        if span.start < ends[span.file]:
+            raise ValueError(f"two chunks at byte {span.start} of {shown(span.file)}")
+        ends[span.file] = span.start + span.nbytes
     paths = state.get("planner_data")
     tensors: list[_Whole] = []
-    objects: dict[str, _Span] = {}
+    objects: list[_Span] = []
     for key, about in state["state_dict_metadata"].items():
         if isinstance(about, Made) and about.what == Named(_MODULE, "BytesStorageMetadata"):
-            objects[_text(key)] = spans[key, None]
+            objects.append(spans[_text(key), None])
             continue
         path = paths[key] if isinstance(paths, dict) else (key,)
         if not isinstance(path, tuple) or not path or not all(type(word) in (str, int) for word in path):
@@ -292,7 +250,7 @@ def _read(root: Any) -> tuple[str, list[_Whole], dict[str, _Span]]:
 def _tensor(key: str, path: tuple[str, ...], about: Mapping[str, Any], spans: Mapping[Any, _Span]) -> _Whole:
     properties, shape = about["properties"], _sizes(about["size"])
     kind = properties.state[0]
-    dtype = _DTYPES.get(kind.name) if isinstance(kind, Named) and kind.module == "torch" else None
+    dtype = NAMED.get(kind.name) if isinstance(kind, Named) and kind.module == "torch" else None
     if dtype is None:
         raise ValueError(f"the dtype of {shown(key)}")
     chunks = []
@@ -316,14 +274,11 @@ def _check_filled(key: str, shape: tuple[int, ...], chunks: Sequence[_Chunk]) ->
     reaching: list[_Chunk] = []
     for chunk in sorted(chunks, key=lambda each: each.offsets) if shape else ():
         reaching = [each for each in reaching if each.offsets[0] + each.sizes[0] > chunk.offsets[0]]
-        if any(_overlap(each, chunk) for each in reaching):
-            raise ValueError(f"chunks of {shown(key)} that overlap")
+        for each in reaching:
+            boxes = zip(each.offsets, each.sizes, chunk.offsets, chunk.sizes, strict=True)
+            if all(one < other + size and other < one + length for one, length, other, size in boxes):
+                raise ValueError(f"chunks of {shown(key)} that overlap")
         reaching.append(chunk)
-
-
-def _overlap(one: _Chunk, other: _Chunk) -> bool:
-    boxes = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    return all(first < start + size and start < first + length for first, length, start, size in boxes)
 
 
 def _state(made: Any, kind: str) -> dict[str, Any]:
@@ -346,15 +301,6 @@ def _span(about: Any) -> _Span:
     return _Span(file, start, nbytes)
 
 
-def _check_apart(spans: Iterable[_Span]) -> None:
-    """No bytes are of two chunks: all tensors together are no larger than the files."""
-    ends: dict[str, int] = {}
-    for span in sorted(spans, key=lambda each: (each.file, each.start, each.nbytes)):
-        if span.start < ends.get(span.file, 0):
-            raise ValueError(f"two chunks at byte {span.start} of {shown(span.file)}")
-        ends[span.file] = span.start + span.nbytes
-
-
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple) or len(value) > 64 or not all(type(each) is int and 0 <= each < 2**62 for each in value):
         raise ValueError("invalid sizes")
@@ -365,11 +311,3 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("an invalid name")
     return value
-
-
-def _refused(path: Path, found: str) -> CheckpointError:
-    """Why a folder cannot be read."""
-    return CheckpointError(
-        f"Cannot read {path}. Expected a folder that torch.distributed.checkpoint wrote, found {one_line(found)[:400]}. Copy "
-        "it again, or read it with dcp.load in the program that saved it."
-    )

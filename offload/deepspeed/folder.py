@@ -1,8 +1,5 @@
 """Which folder and which files a checkpoint of DeepSpeed is, by their names.
 
-``zero.py`` reads what is found here.  It opens nothing but the small file that names the newest checkpoint, and refuses by name
-what is divided otherwise than over data-parallel ranks.
-
 Note: [Files]
     ``save_checkpoint(folder)`` writes folder/TAG/ and the TAG into folder/latest; the conversion to a universal checkpoint
     writes latest_universal.  In TAG are model states, of one rank (``mp_rank_00_model_states.pt``) or at stage 3 of each
@@ -52,17 +49,15 @@ def is_file_of_rank(name: str) -> bool:
 def is_deepspeed(path: Path) -> bool:
     """Whether a folder looks like one that DeepSpeed saved, or holds such."""
     try:
-        names = [entry.name for entry in path.iterdir()]
+        names = set(os.listdir(path))
     except OSError:
         return False
     if "manifest.json" in names:
         return False
-    return any(map(_MODEL.fullmatch, names)) or "latest_universal" in names or ("latest" in names and _tagged(path, "latest"))
-
-
-def _tagged(path: Path, name: str) -> bool:
+    if any(map(_MODEL.fullmatch, names)) or "latest_universal" in names:
+        return True
     try:
-        return is_deepspeed(path / _tag(path, name))
+        return "latest" in names and is_deepspeed(path / _tag(path, "latest"))
     except CheckpointError:
         # It is meant for one; why it cannot be read is said when it is.
         return True

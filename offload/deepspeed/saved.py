@@ -1,23 +1,24 @@
-"""What a checkpoint of DeepSpeed holds, whatever stage wrote it: parameters by name, and where in the files each value lies.
-
-``zero.py`` makes it, loaders and ``zprof`` read it.  It knows no file names, and reads values only when
-it is asked for a range.
-"""
+"""What a checkpoint of DeepSpeed holds, whatever stage wrote it: parameters by name, and where in the files each value lies."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from offload.errors import CheckpointError
+from offload.shards import Entry, Lazy, WholeModel, state_key
+from offload.text import one_line
 from offload.torchfiles import PickleError, Stored, TorchFile, plain
 
-__all__ = ["VALUE", "Range", "SavedRun", "SavedTensor", "Values", "plain_data", "vectors_of"]
+__all__ = ["VALUE", "DeepSpeedModel", "Range", "SavedRun", "SavedTensor", "Values", "plain_data"]
 
 #: What the fp32 master is called among a parameter's values.
 VALUE = "value"
@@ -136,9 +137,88 @@ def plain_data(value: Any) -> Any:
     return plain(value, tensor)
 
 
-def vectors_of(group: Mapping[str, Any]) -> list[int]:
-    """The numbers of a group's flat vectors."""
-    found = group["params"]
-    if not isinstance(found, list) or not all(type(each) is int for each in found):
-        raise ValueError("a group of the optimizer whose vectors are not numbers")
-    return found
+class DeepSpeedModel(WholeModel):
+    """The model in a checkpoint of DeepSpeed; in memory is one parameter at a time."""
+
+    def __init__(self, saved: SavedRun) -> None:
+        self.saved, self.path = saved, saved.path
+        self._verified: set[tuple[Path, str]] = set()
+
+    def refused(self, found: str) -> CheckpointError:
+        return CheckpointError(f"Cannot read {self.path}. Expected a model, found {found}. Load another checkpoint.")
+
+    @property
+    def parameters(self) -> set[str]:
+        return set(self.saved.params)
+
+    @property
+    def tied(self) -> dict[str, str]:
+        return {other: name for other, name in self.saved.tied.items() if name in self.saved.params}
+
+    def model(self) -> Iterator[Lazy]:
+        for name, param in self.saved.params.items():
+            value = param.values[VALUE]
+            yield Entry(name, value.dtype, param.shape), partial(self._whole, value, param.shape)
+        for name, buffer in self.saved.buffers.items():
+            whole = Values((Range(buffer, 0, buffer.numel),))
+            yield Entry(name, buffer.dtype, buffer.shape), partial(self._whole, whole, buffer.shape)
+
+    def optimizer(self) -> Iterator[Lazy]:
+        for name, param in self.saved.params.items():
+            for key, values in param.values.items():
+                if key != VALUE:
+                    yield Entry(state_key(name, key), values.dtype, param.shape), partial(self._whole, values, param.shape)
+            for key, number in param.numbers.items():
+                scalar = partial(torch.tensor, number, dtype=torch.float32, device="cpu")
+                yield Entry(state_key(name, key), torch.float32, ()), scalar
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [{**group, "params": self.saved.names(number)} for number, group in enumerate(self.saved.groups)]
+
+    def files(self) -> list[tuple[str, int]]:
+        return [(str(file.path.relative_to(self.path)), file.nbytes) for file in self.saved.files]
+
+    def verify(self, number: int, advance: Callable[[int], object]) -> bool:
+        file = self.saved.files[number]
+        for record in file.records:
+            advance(file.verify(record))
+        return file.checked
+
+    def facts(self) -> dict[str, Any]:
+        """What ``zprof checkpoint show`` says."""
+        saved, holds = self.saved, Counter[str]()
+        for param in saved.params.values():
+            for key, values in param.values.items():
+                holds["parameters" if key == VALUE else f"state {key}"] += values.numel * values.dtype.itemsize
+        holds["buffers"] = sum(buffer.nbytes for buffer in saved.buffers.values())
+        return {
+            "folder": str(saved.path),
+            "format": f"DeepSpeed {_told(saved.about.get('ds_version'))}, ZeRO-{saved.stage}" + ", universal" * saved.universal,
+            "step": _told(saved.about.get("global_steps")),
+            "stage": saved.stage,
+            "ranks": saved.ranks,
+            "parameters": len(saved.params),
+            "frozen": sum(param.group is None for param in saved.params.values()),
+            "elements": sum(param.numel for param in saved.params.values()),
+            "dtypes": sorted({str(param.values[VALUE].dtype).removeprefix("torch.") for param in saved.params.values()}),
+            "groups": len(saved.groups),
+            "extra": sorted(map(one_line, saved.client)),
+            "bytes": saved.nbytes,
+            "holds": dict(sorted(holds.items())),
+        }
+
+    def _whole(self, values: Values, shape: tuple[int, ...]) -> Tensor:
+        """Read after its storages were compared with their checksums, each once."""
+        for each in values.ranges:
+            file, record = each.tensor.file, each.tensor.record
+            if (file.path, record) not in self._verified:
+                file.verify(record)
+                self._verified.add((file.path, record))
+        return values.elements(0, math.prod(shape)).reshape(shape)
+
+
+def _told(value: Any) -> int | str | None:
+    """What a file says of itself, as it may be shown."""
+    if type(value) is int and abs(value) < 2**63:
+        return value
+    return one_line(value)[:80] if isinstance(value, str) else None

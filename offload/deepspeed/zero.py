@@ -1,7 +1,6 @@
 """Reads the files of a ZeRO checkpoint, or of a universal one, into what `SavedRun` describes.
 
-Loaders and ``zprof`` call ``read``.  It compares every size with the shapes that the checkpoint states before anything is read
-by them, and never imports DeepSpeed nor runs what a file holds.
+Every size is compared with the shapes that the checkpoint states before anything is read by them.
 
 Note: [Stages 1 and 2]
     Each group of the optimizer is one flat vector of its parameters, in the order in which their shapes are listed, cut into
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 
 from offload.deepspeed.folder import Files, find, is_file_of_rank, list_files, refused
-from offload.deepspeed.saved import VALUE, Range, SavedRun, SavedTensor, Values, plain_data, vectors_of
+from offload.deepspeed.saved import VALUE, Range, SavedRun, SavedTensor, Values, plain_data
 from offload.torchfiles import Made, PickleError, Stored, TorchFile
 
 __all__ = ["read"]
@@ -74,7 +73,7 @@ def _read(files: Files) -> SavedRun:
     for other in models[1:]:
         if [_shapes(group) for group in other.root["param_shapes"]] != shapes:
             raise refused(files.path, f"different parameters in {other.path.name} and in {files.model[0].name}")
-        if [_step(other.root, key) for key in _STEPS] != [_step(model, key) for key in _STEPS]:
+        if any(_step(other.root, key) != _step(model, key) for key in _STEPS):
             raise refused(files.path, f"{other.path.name} of a different step than {files.model[0].name}")
     trained = {name for group in shapes for name in group}
     if sum(map(len, shapes)) != len(trained):
@@ -84,7 +83,11 @@ def _read(files: Files) -> SavedRun:
     else:
         opened = [TorchFile(path) for path in files.optim]
         stage, params, groups = _optimizer(files, opened, shapes)
-    _check_names(files, [*models, *(() if files.universal else opened)])
+    # An archive says what its file was called when it was written: two ranks' files that have changed places would be
+    # loaded without a word else, where partitions are of one length.
+    for file in [*models, *(() if files.universal else opened)]:
+        if is_file_of_rank(f"{file.archive}.pt") and file.archive != file.path.stem:
+            raise refused(files.path, f"{file.path.name}, which was written as {file.archive}.pt")
     for param in params.values():
         _compare(files, param, model["module"].get(param.name))
     frozen = _frozen(files, models, trained, stage)
@@ -108,15 +111,6 @@ def _step(root: Any, key: str) -> int | None:
     return found if type(found) is int else None
 
 
-def _check_names(files: Files, opened: Sequence[TorchFile]) -> None:
-    """An archive says what its file was called when it was written: two ranks' files that have changed places would be
-    loaded without a word else, where partitions are of one length.
-    """
-    for file in opened:
-        if is_file_of_rank(f"{file.archive}.pt") and file.archive != file.path.stem:
-            raise refused(files.path, f"{file.path.name}, which was written as {file.archive}.pt")
-
-
 def _shapes(group: Any) -> dict[str, tuple[int, ...]]:
     for name, shape in group.items():
         known = isinstance(name, str) and isinstance(shape, (tuple, list)) and len(shape) <= 64
@@ -131,24 +125,76 @@ def _shapes(group: Any) -> dict[str, tuple[int, ...]]:
 def _optimizer(
     files: Files, opened: Sequence[TorchFile], shapes: Sequence[Mapping[str, tuple[int, ...]]]
 ) -> tuple[int, dict[str, SavedTensor], list[dict[str, Any]]]:
-    states = [file.root["optimizer_state_dict"] for file in opened]
-    counts = {count for each in states for count in _counts(each)}
-    if counts != {len(opened)}:
-        raise refused(files.path, f"partitions over {sorted(counts)} ranks in {len(opened)} files of optimizer states")
+    """The stage, parameters by name and options of groups; see Note [Stages 1 and 2] and Note [Stage 3]."""
+    states, ranks = [file.root["optimizer_state_dict"] for file in opened], len(opened)
+    counts: set[Any] = set()
+    for each in states:
+        count = each["partition_count"]
+        counts |= set(count) if isinstance(count, list) else {count}
+    if not all(type(each) is int and 0 < each < 2**31 for each in counts):
+        raise ValueError("an invalid count of partitions")
+    if counts != {ranks}:
+        raise refused(files.path, f"partitions over {sorted(counts)} ranks in {ranks} files of optimizer states")
     stage = _stage(states[0])
     if any(_stage(each) != stage for each in states):
         raise refused(files.path, "files of several stages")
-    if stage == 3:
-        return 3, *_stage_3(files, states, shapes)
-    return stage, *_stage_2(files, states, shapes)
+    cut = stage == 3
+    if cut and any("ds_zero_partition_groups" in each for each in states):
+        raise refused(files.path, "experts, which are partitioned over fewer ranks")
+    inner = [each["optimizer_state_dict" if cut else "base_optimizer_state"] for each in states]
+    if not all(isinstance(each, dict) for each in inner):
+        raise refused(files.path, "an elastic checkpoint, which DeepSpeed no longer supports")
+    groups, owner = _groups(inner[0], set(range(len(shapes))))
+    params: dict[str, SavedTensor] = {}
+    for number, group in enumerate(shapes):
+        masters = [each["fp32_flat_groups" if cut else "single_partition_of_fp32_groups"][number] for each in states]
+        vectors, numbers = _vectors(files, masters, [each["state"].get(number, {}) for each in inner])
+        paddings = None if cut else states[0].get("param_alignment_paddings")
+        gaps = paddings[number] if paddings is not None else [0] * len(group)
+        if not all(type(gap) is int and gap >= 0 for gap in gaps):
+            raise ValueError("invalid paddings")
+        # At stages 1 and 2 the last partition comes without its padding.
+        partition, at = masters[0].numel, 0
+        for (name, shape), gap in zip(group.items(), gaps, strict=True):
+            numel = math.prod(shape)
+            if cut:
+                places = [(rank, at, count) for rank, count in enumerate(_shares(numel, ranks)) if count]
+                at += -(-numel // ranks)
+            else:
+                places = list(_partitions(at, numel, partition, ranks))
+                if sum(count for _, _, count in places) != numel:
+                    raise refused(files.path, f"{partition} elements a partition of group {number}, too few for {name}")
+                at += numel + gap
+            values = {
+                key: Values(tuple(_range(files, name, ones[rank], start, count) for rank, start, count in places))
+                for key, ones in vectors.items()
+            }
+            for key, found in values.items():
+                if found.numel != numel or len({each.tensor.dtype for each in found.ranges}) > 1:
+                    raise refused(files.path, f"{found.numel} elements of {name} ({key}) where its shape has {numel}")
+            params[name] = SavedTensor(name, shape, owner[number], values, numbers)
+        if not cut and ranks > 1 and not 0 <= partition * ranks - at < _ALIGNED * ranks:
+            raise refused(files.path, f"{ranks} partitions of {partition} elements for the {at} of group {number}")
+        for key, ones in vectors.items() if cut else ():
+            if any(one.numel != at for one in ones):
+                raise refused(files.path, f"{ones[0].numel} elements of {key} in sub-group {number}, where {at} should be")
+    return stage, params, groups
 
 
-def _counts(state: Mapping[str, Any]) -> set[int]:
-    count = state["partition_count"]
-    counts = count if isinstance(count, list) else [count]
-    if not all(type(each) is int and 0 < each < 2**31 for each in counts):
-        raise ValueError("an invalid count of partitions")
-    return set(counts)
+def _shares(numel: int, ranks: int) -> list[int]:
+    """The elements of a parameter that each rank has at stage 3."""
+    most = -(-numel // ranks)
+    return [max(0, min(most, numel - rank * most)) for rank in range(ranks)]
+
+
+def _partitions(at: int, numel: int, partition: int, ranks: int) -> Iterator[tuple[int, int, int]]:
+    """In which partitions elements of a flat vector are: (rank, start, numel)."""
+    end = at + numel
+    while at < end and partition and at // partition < ranks:
+        rank, start = divmod(at, partition)
+        count = min(partition - start, end - at)
+        yield rank, start, count
+        at += count
 
 
 def _stage(state: Mapping[str, Any]) -> int:
@@ -165,7 +211,10 @@ def _groups(inner: Mapping[str, Any], numbers: set[int]) -> tuple[list[dict[str,
     options: list[dict[str, Any]] = []
     owner: dict[int, int] = {}
     for number, group in enumerate(inner["param_groups"]):
-        owner |= dict.fromkeys(vectors_of(group), number)
+        vectors = group["params"]
+        if not isinstance(vectors, list) or not all(type(each) is int for each in vectors):
+            raise ValueError("a group of the optimizer whose vectors are not numbers")
+        owner |= dict.fromkeys(vectors, number)
         options.append({str(key): plain_data(value) for key, value in group.items() if key != "params"})
     if owner.keys() != numbers:
         raise ValueError(f"groups of the vectors {sorted(owner)[:8]} where there are {len(numbers)}")
@@ -206,93 +255,10 @@ def _number(value: Any) -> float:
     raise ValueError("a state that is neither a vector nor a number")
 
 
-def _stage_2(
-    files: Files, states: Sequence[Any], shapes: Sequence[Mapping[str, tuple[int, ...]]]
-) -> tuple[dict[str, SavedTensor], list[dict[str, Any]]]:
-    """See Note [Stages 1 and 2]."""
-    inner = [each["base_optimizer_state"] for each in states]
-    if not all(isinstance(each, dict) for each in inner):
-        raise refused(files.path, "an elastic checkpoint, which DeepSpeed no longer supports")
-    groups, owner = _groups(inner[0], set(range(len(shapes))))
-    ranks, params = len(states), dict[str, SavedTensor]()
-    for number, group in enumerate(shapes):
-        masters = [each["single_partition_of_fp32_groups"][number] for each in states]
-        vectors, numbers = _vectors(files, masters, [each["state"].get(number, {}) for each in inner])
-        paddings = states[0].get("param_alignment_paddings")
-        gaps = paddings[number] if paddings is not None else [0] * len(group)
-        if not all(type(gap) is int and gap >= 0 for gap in gaps):
-            raise ValueError("invalid paddings")
-        # The last one comes without its padding.
-        partition, at = masters[0].numel, 0
-        for (name, shape), gap in zip(group.items(), gaps, strict=True):
-            numel = math.prod(shape)
-            places = list(_partitions(at, numel, partition, ranks))
-            if sum(count for _, _, count in places) != numel:
-                raise refused(files.path, f"{partition} elements a partition of group {number}, too few for {name}")
-            values = {
-                key: Values(tuple(_range(files, name, ones[rank], start, count) for rank, start, count in places))
-                for key, ones in vectors.items()
-            }
-            params[name] = _param(files, name, shape, owner[number], values, numbers)
-            at += numel + gap
-        if ranks > 1 and not 0 <= partition * ranks - at < _ALIGNED * ranks:
-            raise refused(files.path, f"{ranks} partitions of {partition} elements for the {at} of group {number}")
-    return params, groups
-
-
-def _partitions(at: int, numel: int, partition: int, ranks: int) -> Iterator[tuple[int, int, int]]:
-    """In which partitions elements of a flat vector are: (rank, start, numel)."""
-    end = at + numel
-    while at < end and partition and at // partition < ranks:
-        rank, start = divmod(at, partition)
-        count = min(partition - start, end - at)
-        yield rank, start, count
-        at += count
-
-
-def _stage_3(
-    files: Files, states: Sequence[Any], shapes: Sequence[Mapping[str, tuple[int, ...]]]
-) -> tuple[dict[str, SavedTensor], list[dict[str, Any]]]:
-    """See Note [Stage 3]."""
-    if any("ds_zero_partition_groups" in each for each in states):
-        raise refused(files.path, "experts, which are partitioned over fewer ranks")
-    inner = [each["optimizer_state_dict"] for each in states]
-    groups, owner = _groups(inner[0], set(range(len(shapes))))
-    ranks, params = len(states), dict[str, SavedTensor]()
-    for number, group in enumerate(shapes):
-        masters = [each["fp32_flat_groups"][number] for each in states]
-        vectors, numbers = _vectors(files, masters, [each["state"].get(number, {}) for each in inner])
-        at = 0
-        for name, shape in group.items():
-            numel = math.prod(shape)
-            most = -(-numel // ranks)
-            counts = [max(0, min(most, numel - rank * most)) for rank in range(ranks)]
-            places = [(rank, count) for rank, count in enumerate(counts) if count]
-            values = {
-                key: Values(tuple(_range(files, name, ones[rank], at, count) for rank, count in places))
-                for key, ones in vectors.items()
-            }
-            params[name] = _param(files, name, shape, owner[number], values, numbers)
-            at += most
-        for key, ones in vectors.items():
-            if any(one.numel != at for one in ones):
-                raise refused(files.path, f"{ones[0].numel} elements of {key} in sub-group {number}, where {at} should be")
-    return params, groups
-
-
 def _range(files: Files, name: str, tensor: Any, start: int, numel: int) -> Range:
     if not isinstance(tensor, Stored) or start + numel > tensor.numel:
         raise refused(files.path, f"a partition without the {numel} elements of {name} at {start}")
     return Range(tensor, start, numel)
-
-
-def _param(
-    files: Files, name: str, shape: tuple[int, ...], group: int, values: Mapping[str, Values], numbers: Mapping[str, float]
-) -> SavedTensor:
-    for key, found in values.items():
-        if found.numel != math.prod(shape) or len({each.tensor.dtype for each in found.ranges}) > 1:
-            raise refused(files.path, f"{found.numel} elements of {name} ({key}) where its shape has {math.prod(shape)}")
-    return SavedTensor(name, shape, group, values, numbers)
 
 
 def _compare(files: Files, param: SavedTensor, weight: Any) -> None:
@@ -336,8 +302,7 @@ def _frozen(files: Files, models: Sequence[TorchFile], trained: set[str], stage:
                 raise refused(files.path, f"{name} of shape {list(pieces[0].shape)} where {list(shape)} is stated")
             found[name] = _of_one(name, pieces[0])
             continue
-        numel, most = math.prod(shape), -(-math.prod(shape) // len(pieces))
-        counts = [max(0, min(most, numel - rank * most)) for rank in range(len(pieces))]
+        counts = _shares(math.prod(shape), len(pieces))
         ranges = [_range(files, name, piece, 0, count) for piece, count in zip(pieces, counts, strict=True) if count]
         found[name] = SavedTensor(name, shape, None, {VALUE: Values(tuple(ranges))}, {})
     return found

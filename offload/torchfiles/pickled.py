@@ -1,8 +1,6 @@
 """What a pickle describes, as plain data: an unpickler that imports nothing and calls nothing that a pickle names.
 
-``torch_file.py`` reads the pickle of a file of ``torch.save`` with it, ``offload/dcp`` the ``.metadata`` of its folders.
-Containers, numbers, texts and tensors become what they are; whatever else a pickle would build is a `Made`, which says what of
-and does nothing.
+Containers, numbers, texts and tensors become what they are; whatever else a pickle would build is a `Made`.
 
 Note: [Bounds]
     Every instruction costs bytes of the file, and none makes more than one object: memory is bounded by the file.  That is
@@ -57,6 +55,10 @@ class Made:
     def __repr__(self) -> str:
         return f"<{self.what}, which was not read: nothing that a pickle names is run>"
 
+    def append(self, item: Any) -> None:
+        """As a pickle adds to what it makes of a list."""
+        self.items.append(item)
+
 
 Call = Callable[[tuple[Any, ...]], Any]
 
@@ -85,14 +87,14 @@ class _Instructions(dict[int, Any]):
         raise PickleError(f"the instruction {bytes([code])!r}")
 
 
-#: Instructions that make plain values and rows, or look one up.
+#: Instructions that make plain values and rows, add to rows, or look a value up.
 _AS_THEY_ARE = (
     pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.NONE, pickle.NEWTRUE,
     pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.LONG4, pickle.BINFLOAT,
     pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8, pickle.BINBYTES, pickle.SHORT_BINBYTES,
     pickle.BINBYTES8, pickle.EMPTY_DICT, pickle.EMPTY_LIST, pickle.EMPTY_SET, pickle.EMPTY_TUPLE, pickle.TUPLE,
     pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.LIST, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE,
-    pickle.BINGET, pickle.LONG_BINGET, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID,
+    pickle.BINGET, pickle.LONG_BINGET, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID, pickle.APPEND, pickle.APPENDS,
 )  # fmt: skip
 
 
@@ -141,19 +143,6 @@ class _Unpickler(pickle._Unpickler):
         elif not isinstance(target, dict):
             raise PickleError(f"attributes of a {type(target).__name__}")
 
-    def _append(self) -> None:
-        self._extend([self.stack.pop()])
-
-    def _appends(self) -> None:
-        self._extend(self.pop_mark())
-
-    def _extend(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        into = target.items if isinstance(target, Made) else target
-        if not isinstance(into, list):
-            raise PickleError(f"items of a {type(target).__name__}")
-        into.extend(items)
-
     def _item(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
         self._assign([(key, value)])
@@ -173,16 +162,13 @@ class _Unpickler(pickle._Unpickler):
 
     def _members(self) -> None:
         items, target = self.pop_mark(), self.stack[-1]
-        if not isinstance(target, set):
-            raise PickleError(f"members of a {type(target).__name__}")
         target.update(map(_key, items))
 
     dispatch: ClassVar[dict[int, Any]] = _Instructions(
         {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _AS_THEY_ARE}
         | {
             pickle.REDUCE[0]: _make, pickle.NEWOBJ[0]: _make, pickle.NEWOBJ_EX[0]: _make_with_options, pickle.BUILD[0]: _state,
-            pickle.APPEND[0]: _append, pickle.APPENDS[0]: _appends, pickle.SETITEM[0]: _item, pickle.SETITEMS[0]: _items,
-            pickle.ADDITEMS[0]: _members,
+            pickle.SETITEM[0]: _item, pickle.SETITEMS[0]: _items, pickle.ADDITEMS[0]: _members,
         }
     )  # fmt: skip
 

@@ -51,13 +51,13 @@ def checkpoint() -> None:
 
 def _opened(folder: Path) -> Opened:
     from offload.dcp import DistributedModel, is_distributed
-    from offload.deepspeed import DeepSpeedModel, is_deepspeed
+    from offload.deepspeed import DeepSpeedModel, is_deepspeed, read
     from offload.shards import SavedModel, destination, find
 
     place = destination(folder, "checkpoint")
     if is_distributed(place):
         return DistributedModel(place)
-    return DeepSpeedModel(place) if is_deepspeed(place) else SavedModel(find(place))
+    return DeepSpeedModel(read(place)) if is_deepspeed(place) else SavedModel(find(place))
 
 
 @checkpoint.command()
