@@ -106,7 +106,6 @@ class HostMemory:
             with suppress(FileExistsError):
                 os.mkdir(self.path.name, 0o700, dir_fd=home.fd)
             with Folder(self.path.name, home) as folder:
-                self._refuse_another(folder)
                 self._tidy(folder)
                 for owner, name in ((_launcher(), "launcher-{}-{}"), (here, f"rank-{session}-{{}}-{{}}")):
                     with suppress(FileExistsError):
@@ -117,19 +116,22 @@ class HostMemory:
         _living.add(session)
         weakref.finalize(self, _living.discard, session)
 
-    def _refuse_another(self, folder: Folder) -> None:
-        for name, owner in _marks(folder).items():
-            if name.startswith("rank-") and not name.startswith(f"rank-{self._session}-") and _lives(name, owner):
+    def _tidy(self, folder: Folder) -> None:
+        """Remove what ranks that have ended left beside their checkpoints.
+
+        Raises:
+            CheckpointError: there are others that have not.
+        """
+        marks = _marks(folder)
+        for name, owner in marks.items():
+            if owner is not None and name.startswith("rank-") and not name.startswith(f"rank-{self._session}-"):
                 raise CheckpointError(
                     f"The memory of peers at {shown_path(self.path)} needs only this job's ranks, found the live process "
-                    f"{owner.pid if owner else '?'} of another job with the same run id, or of another model's "
-                    "attachment. Give each its own name: torchrun --rdzv-id, or [resilience] job."
+                    f"{owner.pid} of another job with the same run id, or of another model's attachment. Give each its own "
+                    "name: torchrun --rdzv-id, or [resilience] job."
                 )
-
-    def _tidy(self, folder: Folder) -> None:
-        """What ranks that have ended left beside their checkpoints."""
-        for name, owner in _marks(folder).items():
-            if not _lives(name, owner):
+        for name, owner in marks.items():
+            if owner is None:
                 os.unlink(name, dir_fd=folder.fd)
         for name in folder.names():
             if name.startswith("load-") and not name.startswith(f"load-{self._session}-"):
@@ -192,7 +194,7 @@ class HostMemory:
             if inside is None:
                 return
             with inside:
-                used = any(name.startswith("rank-") and _lives(name, owner) for name, owner in _marks(inside).items())
+                used = any(owner is not None and name.startswith("rank-") for name, owner in _marks(inside).items())
             if not used:
                 shutil.rmtree(self.path.name, dir_fd=home.fd)
 
@@ -223,7 +225,7 @@ def _remove_dead(home: Folder, but: str) -> None:
         if folder is None:
             continue
         with folder:
-            over = not any(_lives(mark, owner) for mark, owner in _marks(folder).items())
+            over = not any(_marks(folder).values())
         if over:
             with suppress(OSError):
                 shutil.rmtree(name, dir_fd=home.fd)
@@ -276,14 +278,15 @@ def _locked(folder: Folder, how: int = 0) -> Iterator[None]:
 
 
 def _marks(folder: Folder) -> dict[str, Owner | None]:
-    """The processes that marked a job's folder; None of a mark that was being written."""
-    found = [name for name in folder.names() if _MARK.fullmatch(name)]
-    pages = {name: folder.read(name, ALIGN) for name in found}
-    return {name: None if page is None else Owner.of_page(page) for name, page in pages.items()}
+    """The processes that marked a job's folder; None of those that have certainly ended.
 
-
-def _lives(name: str, owner: Owner | None) -> bool:
-    """Not certainly over.  Marks are written under the lock, so that a torn one is of a process that was killed."""
-    if owner is None or owner.is_over():
-        return False
-    return not (owner == Owner.here() and name.startswith("rank-") and name.split("-")[1] not in _living)
+    Marks are written under the lock, so that a torn one is of a process that was killed.
+    """
+    found: dict[str, Owner | None] = {}
+    for name in folder.names():
+        if _MARK.fullmatch(name):
+            page = folder.read(name, ALIGN)
+            owner = None if page is None else Owner.of_page(page)
+            here = owner == Owner.here() and name.startswith("rank-") and name.split("-")[1] not in _living
+            found[name] = None if owner is None or owner.is_over() or here else owner
+    return found

@@ -1,11 +1,11 @@
 """One file of ``torch.save``: what it describes as plain data, and its tensors read from the file run by run, when asked for.
 
-Readers of other libraries' checkpoints open files here.  Nothing in the file is run (`pickled.py`), no length it claims is
-believed before it was compared with the file, and what is not read is never in memory.
+No length that a file claims is believed before it was compared with the file, and what is not read is never in memory.
 
 Note: [Not torch.load]
     ``torch.load(weights_only=True, mmap=True)`` compares no checksums, maps no file of the older kind, which DeepSpeed still
-    writes, reads pickles of protocol 2 alone, and refuses a file for one object that nobody asked for.
+    writes, reads pickles of protocol 2 alone, and refuses a file for one object that nobody asked for.  Where it takes an
+    unpickler, it loads archives of TorchScript as programs and unpacks those of tar.
 
 Source: the archive of torch/serialization.py, a zip file that compresses nothing.
 """
@@ -18,7 +18,6 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BufferedReader, RawIOBase
 from pathlib import Path
@@ -46,10 +45,9 @@ _STORAGES = {
     "UntypedStorage": torch.uint8,
 }  # fmt: skip
 _DTYPES = {
-    name: getattr(torch, name)
-    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64",
-                 "float8_e4m3fn", "float8_e5m2", "uint16", "uint32", "uint64")
-}  # fmt: skip
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (*_STORAGES.values(), torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +122,15 @@ class TorchFile:
     Args:
         path: a regular file; a link to one is refused.
         span: where in it that lies: (offset, bytes); all of it unless said.
-        calls: beside tensors, what stands for calls of other names.
     Attributes:
         root: what was saved: containers, numbers, texts, `Stored` tensors, and of everything else a `Made`.
+        archive: what torch.save called the archive, by the file that it wrote; "archive" or "" where it had none.
     Raises:
         CheckpointError: there is none, or it is none that torch.save wrote.
     """
 
-    def __init__(self, path: Path, span: tuple[int, int] | None = None, calls: Mapping[str, Call] | None = None) -> None:
-        self.path = path
+    def __init__(self, path: Path, span: tuple[int, int] | None = None) -> None:
+        self.path, self.archive = path, ""
         self._identity: tuple[int, ...] | None = None
         self._calls: dict[str, Call] = {
             "torch._utils._rebuild_tensor_v2": lambda args: self._view(*args[:4]),
@@ -142,11 +140,9 @@ class TorchFile:
             "torch.Size": lambda args: tuple(args[0]),
             "collections.OrderedDict": lambda args: keyed(args[0]) if args else {},
             "_codecs.encode": _encoded,
-            **(calls or {}),
         }
         #: Of each storage: where it begins, its bytes, and its CRC-32 if there is one.
         self._records: dict[str, tuple[int, int, int]] = {}
-        self._prefix = ""
         handle = self._opened()
         try:
             size = os.fstat(handle).st_size
@@ -164,12 +160,28 @@ class TorchFile:
 
     def _of_archive(self, handle: int) -> Any:
         """What a zip file says, as torch.save writes it since 1.6."""
-        self._records = self._archive(handle)
+        try:
+            infos = zipfile.ZipFile(BufferedReader(_Raw(handle, self._base, self.nbytes))).infolist()
+        except (zipfile.BadZipFile, ValueError, struct.error, OSError, NotImplementedError, OverflowError) as error:
+            raise self.refused(f"something else than an archive of torch.save ({error})") from error
+        for info in infos:
+            # As it is in the directory: zipfile cuts names at a NUL.
+            name = info.orig_filename
+            if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.file_size != info.compress_size:
+                raise self.refused(f"{name[:80]!r}, which is compressed")
+            local = os.pread(handle, 30, self._base + info.header_offset)
+            if len(local) < 30 or local[:4] != b"PK\3\4":
+                raise self.refused(f"{name[:80]!r}, which is not where the archive says")
+            start = info.header_offset + 30 + sum(struct.unpack("<HH", local[26:30]))
+            if start + info.file_size > self.nbytes or name in self._records:
+                raise self.refused(f"{info.file_size} bytes of {name[:80]!r} in a file of {self.nbytes}")
+            self._records[name] = self._base + start, info.file_size, info.CRC
         names = [name for name in self._records if name == "data.pkl" or (name.endswith("/data.pkl") and name.count("/") == 1)]
         if len(names) != 1:
             raise self.refused(f"{len(names)} records called data.pkl")
-        self._prefix = names[0].removesuffix("data.pkl")
-        offset, nbytes, _ = self._records.get(f"{self._prefix}byteorder", (0, 0, 0))
+        prefix = names[0].removesuffix("data.pkl")
+        self.archive = prefix.removesuffix("/")
+        offset, nbytes, _ = self._records.get(f"{prefix}byteorder", (0, 0, 0))
         order = os.pread(handle, min(nbytes, 16), offset)
         if order not in (b"", b"little"):
             raise self.refused(f"numbers in the order {order!r}")
@@ -180,7 +192,18 @@ class TorchFile:
         # Shapes, learning rates and steps lie here: no loader reads them again to compare.
         if wanted and zlib.crc32(raw) != wanted:
             raise self.refused(f"bytes of {names[0][:80]!r} whose checksum does not match")
-        return interpret(raw, self._calls, self._storage_of_archive)
+
+        def storage(about: Any) -> _Storage:
+            kind, named, key, _, numel = about
+            dtype, name = _storage_dtype(kind, named, numel), f"{prefix}data/{key}"
+            if not isinstance(key, str) or name not in self._records:
+                raise PickleError(f"no {name[:80]!r} in the archive")
+            nbytes = self._records[name][1]
+            if numel * dtype.itemsize > nbytes:
+                raise PickleError(f"a storage of {numel} x {dtype} in {nbytes} bytes")
+            return _Storage(name, nbytes, dtype)
+
+        return interpret(raw, self._calls, storage)
 
     def _of_stream(self, handle: int) -> Any:
         """What pickles one after the other say, with the storages behind them, as torch.save wrote it before 1.6.
@@ -194,12 +217,12 @@ class TorchFile:
             dtype = _storage_dtype(kind, named, numel)
             if view is not None or not isinstance(key, str):
                 raise PickleError("a view of a storage")
-            one = found.setdefault(key, _Storage(key, numel * dtype.itemsize, dtype))
-            if one.dtype is not dtype or one.nbytes != numel * dtype.itemsize or one.nbytes > self.nbytes:
+            made = _Storage(key, numel * dtype.itemsize, dtype)
+            if found.setdefault(key, made) != made or made.nbytes > self.nbytes:
                 raise PickleError(f"a storage of {numel} x {dtype}")
-            return one
+            return made
 
-        with _Part(handle, self._base, min(self.nbytes, _DESCRIBED_MOST)) as part:
+        with BufferedReader(_Raw(handle, self._base, min(self.nbytes, _DESCRIBED_MOST)), 1 << 16) as part:
             if interpret(part, {}) != _MAGIC or interpret(part, {}) != _STREAM_VERSION:
                 raise self.refused("a file of another kind")
             about = interpret(part, {})
@@ -258,34 +281,6 @@ class TorchFile:
         if done < len(into):
             raise self.refused(f"its end at byte {start + offset + done}")
 
-    def _archive(self, handle: int) -> dict[str, tuple[int, int, int]]:
-        """Where each record lies, its bytes and its CRC-32."""
-        found: dict[str, tuple[int, int, int]] = {}
-        with _Part(handle, self._base, self.nbytes) as part:
-            try:
-                infos = zipfile.ZipFile(part).infolist()
-            except (zipfile.BadZipFile, ValueError, struct.error, OSError, NotImplementedError, OverflowError) as error:
-                raise self.refused(f"something else than an archive of torch.save ({error})") from error
-        for info in infos:
-            # As it is in the directory: zipfile cuts names at a NUL.
-            name = info.orig_filename
-            if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.file_size != info.compress_size:
-                raise self.refused(f"{name[:80]!r}, which is compressed")
-            local = os.pread(handle, 30, self._base + info.header_offset)
-            if len(local) < 30 or local[:4] != b"PK\3\4":
-                raise self.refused(f"{name[:80]!r}, which is not where the archive says")
-            name_nbytes, extra_nbytes = struct.unpack("<HH", local[26:30])
-            start = info.header_offset + 30 + name_nbytes + extra_nbytes
-            if start + info.file_size > self.nbytes or name in found:
-                raise self.refused(f"{info.file_size} bytes of {name[:80]!r} in a file of {self.nbytes}")
-            found[name] = self._base + start, info.file_size, info.CRC
-        return found
-
-    @property
-    def archive(self) -> str:
-        """What torch.save called the archive, by the file that it wrote; "archive" or "" where it had none."""
-        return self._prefix.removesuffix("/")
-
     @property
     def records(self) -> list[str]:
         """The names of its storages, and of what else is in an archive."""
@@ -314,17 +309,6 @@ class TorchFile:
         return nbytes
 
     # What the pickle calls.
-
-    def _storage_of_archive(self, about: Any) -> _Storage:
-        kind, named, key, _, numel = about
-        dtype = _storage_dtype(kind, named, numel)
-        name = f"{self._prefix}data/{key}"
-        if not isinstance(key, str) or name not in self._records:
-            raise PickleError(f"no {name[:80]!r} in the archive")
-        nbytes = self._records[name][1]
-        if numel * dtype.itemsize > nbytes:
-            raise PickleError(f"a storage of {numel} x {dtype} in {nbytes} bytes")
-        return _Storage(name, nbytes, dtype)
 
     def _of_type(self, args: tuple[Any, ...]) -> Stored:
         """A plain tensor or parameter with attributes of its own, which are not looked at."""
@@ -378,14 +362,9 @@ def _encoded(args: tuple[Any, ...]) -> bytes:
     return text.encode("latin1")
 
 
-class _Part(BufferedReader):
+class _Raw(RawIOBase):
     """A part of an open file as a file of its own; closing it leaves the descriptor open."""
 
-    def __init__(self, handle: int, base: int, nbytes: int) -> None:
-        super().__init__(_Raw(handle, base, nbytes), 1 << 16)
-
-
-class _Raw(RawIOBase):
     def __init__(self, handle: int, base: int, nbytes: int) -> None:
         super().__init__()
         self._handle, self._base, self._nbytes, self._at = handle, base, nbytes, 0
