@@ -31,15 +31,23 @@ _MEMBER = re.compile(r"#\d+", re.ASCII)
 
 
 def words(
-    default: Any, *, does: str, expected: str = "", why: str = "", meant: Mapping[str, str] | None = None, **bounds: Any
+    default: Any,
+    *,
+    does: str,
+    expected: str = "",
+    why: str = "",
+    unset: str = "",
+    meant: Mapping[str, str] | None = None,
+    **bounds: Any,
 ) -> Any:
     """A field with the words its error uses, what it does, and the reason for its default beside it.
 
     Args:
         expected: what it takes, where its type and bounds do not say so.
+        unset: what it comes to where nothing is written.
         meant: other libraries' words for a value -> the value, to be proposed to whoever writes them.
     """
-    extra: dict[str, Any] = {"expected": expected, "does": does, "why": why, "meant": dict(meant or {})}
+    extra: dict[str, Any] = {"expected": expected, "does": does, "why": why, "unset": unset, "meant": dict(meant or {})}
     return Field(default, description=f"{does} {why}".rstrip(), json_schema_extra=extra, **bounds)
 
 

@@ -300,19 +300,8 @@ class Policy(Table):
             return "fp32, as param is set" if self.precision.param else "each gradient's own dtype"
         if isinstance(value, Share):
             return "of what is free when it is attached"
-        unset = {
-            ("precision", "param"): "each parameter's own dtype",
-            ("precision", "output"): "as the model computed it",
-            ("precision", "loss_scale"): "gradients are not scaled",
-            ("budget", "device"): "no bound",
-            ("budget", "host"): "no bound but what the machine has",
-            ("budget", "disk"): "no bound but what the file system has",
-            ("disk", "path"): "the system's folder for temporary files",
-            ("save", "snapshot"): "no bound but [budget] host and what the machine has",
-            ("resilience", "check_every"): "replicas are not compared",
-            ("resilience", "job"): "torchrun's run id",
-        }
-        return unset[section, key] if value is None else ""
+        extra = type(getattr(self, section)).model_fields[key].json_schema_extra
+        return str(extra["unset"]) if value is None and isinstance(extra, dict) else ""
 
 
 def written(table: type[BaseModel], key: str, value: object) -> str:
@@ -329,7 +318,7 @@ def _plain(value: Any) -> Any:
 def _bare(schema: Any) -> Any:
     """A schema without the words that only errors and pages use."""
     if isinstance(schema, dict):
-        return {key: _bare(value) for key, value in schema.items() if key not in ("expected", "does", "why", "meant")}
+        return {key: _bare(value) for key, value in schema.items() if key not in ("expected", "does", "why", "meant", "unset")}
     return [_bare(value) for value in schema] if isinstance(schema, list) else schema
 
 

@@ -297,17 +297,20 @@ class Budget(Table):
 
     device: Amount | None = words(
         None,
+        unset="no bound",
         does="Device memory per rank for what is stored there, gathered units in flight and units kept until backward. "
         "Activations are not counted: leave memory for them.",
         why="Unset sets no bound and keeps only the last unit.",
     )
     host: Amount | None = words(
         None,
+        unset="no bound but what the machine has",
         does="Host memory of what is stored there and of buffers in transit to disk.",
         why="Unset is bounded only by what the machine has.",
     )
     disk: Amount | None = words(
         None,
+        unset="no bound but what the file system has",
         does="The size of the scratch file.",
         why="Unset is bounded only by what the file system has.",
     )
@@ -323,6 +326,7 @@ class Disk(Table):
 
     path: PathText | None = words(
         None,
+        unset="the system's folder for temporary files",
         expected="the path of a folder",
         does="The folder of the scratch files, created if missing; best on NVMe, never on a network file system. "
         "~ is your home directory.",
@@ -360,6 +364,7 @@ class Save(Table):
 
     snapshot: Amount | None = words(
         None,
+        unset="no bound but [budget] host and what the machine has",
         does="Host memory that a rank may copy its state to for a background save; what is on the disk tier stays there and is "
         "not copied.",
         why="Unset is bounded only by [budget] host and what the machine has.",
@@ -376,6 +381,7 @@ class Resilience(Table):
 
     check_every: int | None = words(
         None,
+        unset="replicas are not compared",
         expected="a number of steps, from 1",
         does="How often checksums are compared of masters and optimizer states that several ranks hold; if they differ, every "
         "rank raises `DivergenceError`, which names unit, parameter and rank.",
@@ -405,6 +411,7 @@ class Resilience(Table):
     )
     job: PathText | None = words(
         None,
+        unset="torchrun's run id",
         expected="a name",
         does="A name by which restarted ranks find the memory of the ranks before them.",
         why="Unset is torchrun's run id.",
@@ -448,6 +455,7 @@ class Precision(Table):
 
     param: Dtype | None = words(
         None,
+        unset="each parameter's own dtype",
         meant=DTYPES_ELSEWHERE,
         does="The dtype parameters are gathered and computed in; BatchNorm and InstanceNorm keep their own.",
         why="Unset keeps each parameter's own dtype, so that attach by itself does not change results.",
@@ -460,6 +468,7 @@ class Precision(Table):
     )
     output: Dtype | None = words(
         None,
+        unset="as the model computed it",
         meant=DTYPES_ELSEWHERE,
         does="The dtype that floating-point outputs of the outermost module are cast to.",
         why="Unset leaves outputs as the model computed them; a loss function usually casts to fp32 itself.",
@@ -471,6 +480,7 @@ class Precision(Table):
     )
     loss_scale: Literal["dynamic"] | Scale | None = words(
         None,
+        unset="gradients are not scaled",
         expected='"dynamic" or a number, above 0 and at most 2**127',
         does="Scales gradients inside the model, and unscales them when they are stored; a step that overflowed is skipped.",
         why="Unset scales nothing: fp16 then needs torch.amp.GradScaler in the loop; bf16 and fp32 need neither.",
