@@ -222,22 +222,29 @@ def recover(parent: Folder, name: str, made: Folder, kind: FolderKind) -> None:
                 _finish(parent, target, made)
             heir = parent.folder(target)
             current = kind.token(opened.enter_context(heir)) if heir is not None else None
-            for each in (one for one in found if one.target == target):
-                with suppress(OSError):
-                    folder = parent.folder(each.name)
-                    if folder is None:
-                        continue
-                    with folder:
-                        if os.path.samestat(folder.status, made.status) or folder.status.st_uid != made.status.st_uid:
-                            continue
-                        if folder.names():
-                            if each.token == current or _is_over(folder, each.token, made, kind):
-                                begun = folder.size(f"saving-{each.token}") is not None
-                                retire(parent, each.name, folder, heir, kind, begun=begun)
-                        # Another save may be at work there, one that has made its folder and no mark yet.
-                        elif target == name or each.suffix != kind.suffixes[0] or _silent(folder.status, made):
-                            # Whoever makes a file in it meanwhile keeps it.
-                            os.rmdir(each.name, dir_fd=parent.fd)
+            for each in found:
+                if each.target == target:
+                    with suppress(OSError):
+                        _tidy(parent, each, made, heir, current, kind, others=target != name)
+
+
+def _tidy(
+    parent: Folder, each: Leftover, made: Folder, heir: Folder | None, current: str | None, kind: FolderKind, *, others: bool
+) -> None:
+    """Remove one leftover, if it is one; ``others``: of a save to another path, which may be at work."""
+    folder = parent.folder(each.name)
+    if folder is None:
+        return
+    with folder:
+        if os.path.samestat(folder.status, made.status) or folder.status.st_uid != made.status.st_uid:
+            return
+        if folder.names():
+            if each.token == current or _is_over(folder, each.token, made, kind):
+                retire(parent, each.name, folder, heir, kind, begun=folder.size(f"saving-{each.token}") is not None)
+        # A save that has made its folder has no file in it yet.
+        elif not others or each.suffix != kind.suffixes[0] or _silent(folder.status, made):
+            # Whoever makes a file in it meanwhile keeps it.
+            os.rmdir(each.name, dir_fd=parent.fd)
 
 
 def _finish(parent: Folder, name: str, made: Folder) -> None:

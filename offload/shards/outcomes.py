@@ -9,13 +9,12 @@ Note: [Who waits for whom]
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from offload.disk import Owner
 from offload.errors import CheckpointError
@@ -31,6 +30,13 @@ _SHORTEST, _LONGEST = 0.001, 0.2
 
 class FailedElsewhere(CheckpointError):
     """What failed did so on another rank, which knows why."""
+
+
+class _Outcome(BaseModel):
+    """The record of a rank's file, or why there is none."""
+
+    record: Record | None = None
+    failed: str = ""
 
 
 class Outcomes:
@@ -54,7 +60,7 @@ class Outcomes:
             FailedElsewhere: nobody waits for it any more.
         """
         try:
-            self._leave({"record": record.model_dump()})
+            self._leave(_Outcome(record=record))
         except OSError as error:
             if self._folder.entry(self._mark) is not None:
                 raise
@@ -63,12 +69,12 @@ class Outcomes:
     def failed(self, why: str) -> None:
         """There is none; the folder may be gone."""
         with suppress(OSError):
-            self._leave({"failed": why})
+            self._leave(_Outcome(failed=why))
 
-    def _leave(self, outcome: dict[str, object]) -> None:
+    def _leave(self, outcome: _Outcome) -> None:
         # Never seen half written.
         name = _name(self._rank, "outcome")
-        self._folder.create(f"{name}-part", json.dumps(outcome).encode())
+        self._folder.create(f"{name}-part", outcome.model_dump_json().encode())
         self._folder.rename(f"{name}-part", name)
 
     def collect(self) -> list[Record]:
@@ -93,12 +99,11 @@ class Outcomes:
 
         self._wait(missing)
         records: list[Record] = []
-        for rank in range(self._world):
-            outcome = found[rank]
+        for rank, outcome in sorted(found.items()):
             if isinstance(outcome, str):
                 raise FailedElsewhere(f"rank {rank}: {outcome}")
             records.append(outcome)
-        for rank in range(self._world):
+        for rank in found:
             for kind in ("owner", "outcome"):
                 os.unlink(_name(rank, kind), dir_fd=self._folder.fd)
         return records
@@ -124,23 +129,29 @@ class Outcomes:
         if raw is None:
             return None
         try:
-            outcome = json.loads(raw)
-            return str(outcome["failed"]) if "failed" in outcome else Record.model_validate(outcome["record"])
-        except (ValueError, KeyError, TypeError, ValidationError):
-            return "left an outcome that is damaged. Save again."
+            outcome = _Outcome.model_validate_json(raw)
+        except ValidationError:
+            outcome = _Outcome()
+        return outcome.record or outcome.failed or "left an outcome that is damaged. Save again."
 
     def _wait(self, missing: Callable[[], Sequence[int]]) -> None:
         """Until nobody is missing any more."""
         pause, seen, silent_s, nobody = _SHORTEST, None, 0.0, threading.Event()
         while ranks := missing():
-            over = next((rank for rank in ranks if self._has_ended(rank)), None)
-            # It may have left its outcome and ended since.
-            if over is not None and over in missing():
-                raise CheckpointError(
-                    f"Cannot save {self._subject}. Expected rank {over} to write its file, found that its process has ended. "
-                    "Load the last checkpoint."
-                )
-            before, seen = seen, self._signature()
+            for rank in ranks:
+                page = self._folder.read(_name(rank, "owner"), ALIGN)
+                owner = None if page is None else Owner.of_page(page)
+                if owner is None or not owner.is_over():
+                    continue
+                # It may have left its outcome and ended since.
+                if rank in missing():
+                    raise CheckpointError(
+                        f"Cannot save {self._subject}. Expected rank {rank} to write its file, found that its process has "
+                        "ended. Load the last checkpoint."
+                    )
+                break
+            entries = [(name, self._folder.entry(name)) for name in sorted(self._folder.names())]
+            before, seen = seen, [(name, each.st_size, each.st_mtime_ns) for name, each in entries if each is not None]
             silent_s = silent_s + pause if seen == before else 0.0
             if silent_s > self._patience_s:
                 raise CheckpointError(
@@ -149,15 +160,6 @@ class Outcomes:
                 )
             nobody.wait(pause)
             pause = min(2 * pause, _LONGEST)
-
-    def _has_ended(self, rank: int) -> bool:
-        page = self._folder.read(_name(rank, "owner"), ALIGN)
-        owner = None if page is None else Owner.of_page(page)
-        return owner is not None and owner.is_over()
-
-    def _signature(self) -> list[tuple[str, int, int]]:
-        entries = [(name, self._folder.entry(name)) for name in sorted(self._folder.names())]
-        return [(name, status.st_size, status.st_mtime_ns) for name, status in entries if status is not None]
 
 
 def _name(rank: int, kind: str) -> str:

@@ -136,13 +136,11 @@ class Stream:
             task.join()
         self._under_way.clear()
         with suppress(OSError):
-            if self._fd >= 0 and os.path.samestat(os.fstat(self._fd), self._stat()):
+            there = os.stat(self._name, dir_fd=self._dir_fd, follow_symlinks=False)
+            if self._fd >= 0 and os.path.samestat(os.fstat(self._fd), there):
                 os.unlink(self._name, dir_fd=self._dir_fd)
         with suppress(OSError):
             self._close()
-
-    def _stat(self) -> os.stat_result:
-        return os.stat(self._name, dir_fd=self._dir_fd, follow_symlinks=False)
 
     def _close(self) -> None:
         self._thread.stop()
