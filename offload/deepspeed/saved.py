@@ -18,42 +18,33 @@ from offload.shards import Entry, Lazy, WholeModel, state_key
 from offload.text import one_line
 from offload.torchfiles import PickleError, Stored, TorchFile, plain
 
-__all__ = ["VALUE", "DeepSpeedModel", "Range", "SavedRun", "SavedTensor", "Values", "plain_data"]
+__all__ = ["VALUE", "DeepSpeedModel", "SavedRun", "SavedTensor", "Values", "plain_data"]
 
 #: What the fp32 master is called among a parameter's values.
 VALUE = "value"
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """Consecutive elements of a tensor of a file."""
-
-    tensor: Stored
-    start: int
-    numel: int
-
-
-@dataclass(frozen=True, slots=True)
 class Values:
-    """All elements of a parameter, its master or a state, in row-major order: ranges of several files one after the other."""
+    """All elements of a parameter, its master or a state, in row-major order: parts of several files one after the other."""
 
-    ranges: tuple[Range, ...]
+    parts: tuple[Stored, ...]
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.ranges[0].tensor.dtype if self.ranges else torch.float32
+        return self.parts[0].dtype if self.parts else torch.float32
 
     @property
     def numel(self) -> int:
-        return sum(each.numel for each in self.ranges)
+        return sum(each.numel for each in self.parts)
 
     def elements(self, start: int, numel: int) -> Tensor:
         """A run of them, new, 1-D on the CPU."""
         out, at = torch.empty(numel, dtype=self.dtype, device="cpu"), 0
-        for each in self.ranges:
+        for each in self.parts:
             first, last = max(start, at), min(start + numel, at + each.numel)
             if first < last:
-                out[first - start : last - start] = each.tensor.elements(each.start + first - at, last - first)
+                out[first - start : last - start] = each.elements(first - at, last - first)
             at += each.numel
         assert start + numel <= at, f"{start + numel} of {at} elements"
         return out
@@ -160,8 +151,7 @@ class DeepSpeedModel(WholeModel):
             value = param.values[VALUE]
             yield Entry(name, value.dtype, param.shape), partial(self._whole, value, param.shape)
         for name, buffer in self.saved.buffers.items():
-            whole = Values((Range(buffer, 0, buffer.numel),))
-            yield Entry(name, buffer.dtype, buffer.shape), partial(self._whole, whole, buffer.shape)
+            yield Entry(name, buffer.dtype, buffer.shape), partial(self._whole, Values((buffer,)), buffer.shape)
 
     def optimizer(self) -> Iterator[Lazy]:
         for name, param in self.saved.params.items():
@@ -209,11 +199,11 @@ class DeepSpeedModel(WholeModel):
 
     def _whole(self, values: Values, shape: tuple[int, ...]) -> Tensor:
         """Read after its storages were compared with their checksums, each once."""
-        for each in values.ranges:
-            file, record = each.tensor.file, each.tensor.record
-            if (file.path, record) not in self._verified:
-                file.verify(record)
-                self._verified.add((file.path, record))
+        for each in values.parts:
+            place = each.file.path, each.record
+            if place not in self._verified:
+                each.file.verify(each.record)
+                self._verified.add(place)
         return values.elements(0, math.prod(shape)).reshape(shape)
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from offload.deepspeed.folder import Files, find, is_file_of_rank, list_files, refused
-from offload.deepspeed.saved import VALUE, Range, SavedRun, SavedTensor, Values, plain_data
+from offload.deepspeed.saved import VALUE, SavedRun, SavedTensor, Values, plain_data
 from offload.torchfiles import Made, PickleError, Stored, TorchFile
 
 __all__ = ["read"]
@@ -166,11 +166,11 @@ def _optimizer(
                     raise refused(files.path, f"{partition} elements a partition of group {number}, too few for {name}")
                 at += numel + gap
             values = {
-                key: Values(tuple(_range(files, name, ones[rank], start, count) for rank, start, count in places))
+                key: Values(tuple(_part(files, name, ones[rank], start, count) for rank, start, count in places))
                 for key, ones in vectors.items()
             }
             for key, found in values.items():
-                if found.numel != numel or len({each.tensor.dtype for each in found.ranges}) > 1:
+                if found.numel != numel or len({each.dtype for each in found.parts}) > 1:
                     raise refused(files.path, f"{found.numel} elements of {name} ({key}) where its shape has {numel}")
             params[name] = SavedTensor(name, shape, owner[number], values, numbers)
         if not cut and ranks > 1 and not 0 <= partition * ranks - at < _ALIGNED * ranks:
@@ -255,10 +255,10 @@ def _number(value: Any) -> float:
     raise ValueError("a state that is neither a vector nor a number")
 
 
-def _range(files: Files, name: str, tensor: Any, start: int, numel: int) -> Range:
+def _part(files: Files, name: str, tensor: Any, start: int, numel: int) -> Stored:
     if not isinstance(tensor, Stored) or start + numel > tensor.numel:
         raise refused(files.path, f"a partition without the {numel} elements of {name} at {start}")
-    return Range(tensor, start, numel)
+    return tensor.part(start, numel)
 
 
 def _compare(files: Files, param: SavedTensor, weight: Any) -> None:
@@ -269,7 +269,7 @@ def _compare(files: Files, param: SavedTensor, weight: Any) -> None:
     if not isinstance(weight, Stored) or weight.numel != param.numel:
         return
     master, starts, at = param.values[VALUE], dict[int, int](), 0
-    for each in master.ranges:
+    for each in master.parts:
         numel = min(_COMPARED, each.numel)
         starts |= {at: numel, at + each.numel - numel: numel}
         at += each.numel
@@ -303,13 +303,13 @@ def _frozen(files: Files, models: Sequence[TorchFile], trained: set[str], stage:
             found[name] = _of_one(name, pieces[0])
             continue
         counts = _shares(math.prod(shape), len(pieces))
-        ranges = [_range(files, name, piece, 0, count) for piece, count in zip(pieces, counts, strict=True) if count]
-        found[name] = SavedTensor(name, shape, None, {VALUE: Values(tuple(ranges))}, {})
+        parts = [_part(files, name, piece, 0, count) for piece, count in zip(pieces, counts, strict=True) if count]
+        found[name] = SavedTensor(name, shape, None, {VALUE: Values(tuple(parts))}, {})
     return found
 
 
 def _of_one(name: str, tensor: Stored) -> SavedTensor:
-    return SavedTensor(name, tensor.shape, None, {VALUE: Values((Range(tensor, 0, tensor.numel),))}, {})
+    return SavedTensor(name, tensor.shape, None, {VALUE: Values((tensor,))}, {})
 
 
 # Universal checkpoints.
@@ -342,7 +342,7 @@ def _universal(
                 tensor = found["param"] if isinstance(found, dict) else found
                 if not isinstance(tensor, Stored) or tensor.shape not in (shape, (math.prod(shape),)):
                     raise refused(files.path, f"{path.parent.name}/{path.name} of a shape other than {list(shape)}")
-                values[VALUE if path.stem == "fp32" else path.stem] = Values((Range(tensor, 0, tensor.numel),))
+                values[VALUE if path.stem == "fp32" else path.stem] = Values((tensor,))
             if VALUE not in values:
                 raise refused(files.path, f"{name} without its fp32.pt")
             params[name] = SavedTensor(name, shape, owner[vector], values, numbers)

@@ -91,6 +91,18 @@ class Stored:
             size *= max(1, length)
         return same or self.numel == 0
 
+    def part(self, start: int, numel: int) -> Stored:
+        """A run of its elements in row-major order as a tensor of its own.
+
+        Raises:
+            CheckpointError: they do not lie one after the other.
+        """
+        if numel == self.numel:
+            return self
+        if not self.contiguous:
+            raise self.file.refused(f"{numel} elements of {self.numel} that are not one after the other")
+        return Stored(self.file, self.record, self.offset + start * self.dtype.itemsize, self.dtype, (numel,), (1,))
+
     def elements(self, start: int, numel: int) -> Tensor:
         """A run of its elements in row-major order, new, 1-D on the CPU.
 

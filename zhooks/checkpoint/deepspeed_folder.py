@@ -148,7 +148,7 @@ class _Content:
         """
         wanted, seen = set(self.entries if names is None else names), set[tuple[Path, str]]()
         for name, source in self._sources.items():
-            for stored in [source] if isinstance(source, Stored) else [each.tensor for each in source.ranges]:
+            for stored in [source] if isinstance(source, Stored) else source.parts:
                 place = stored.file.path, stored.record
                 if place not in seen:
                     seen.add(place)
