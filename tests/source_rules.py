@@ -432,7 +432,7 @@ ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.puten
 
 #: Ask where this user's caches are, which job the launcher started, and what torchft goes by, which are no settings of ours.
 _NO_SETTINGS = (
-    "offload/job_rank.py", "offload/shards/job.py", "zhooks/integrations/torchft.py",
+    "offload/job_rank.py", "offload/shards/host_memory.py", "zhooks/integrations/torchft.py",
 )  # fmt: skip
 
 
