@@ -507,8 +507,6 @@ ONE_IMPLEMENTER = {
     "offload/virtual/machine.py Costs": "zhooks knows what work costs, and offload runs without zhooks",
     "zhooks/grad/reduce.py Backward": "the runtime is above the reductions, which say what has arrived",
     "zhooks/grad/reduce.py Updates": "optim is above grad, which starts updates in backward",
-    "zhooks/optim/optimizers.py States": "checkpoint is above optim, which asks for the states that it has read",
-    "zhooks/optim/overlap.py Known": "a record of steps, which the updates in backward read",
     "zhooks/simulate/best_first.py Space": "tests search small spaces, and compare with all that is in them",
     "zhooks/tensor/group.py HeldSums": "grad is above tensor, whose gradients read what is held back",
     "zhooks/tensor/group.py Owner": "unit is above tensor, whose parameters use the flat buffer they lie in",
@@ -695,8 +693,8 @@ OF_LIBRARIES = {"_buffers", "_config", "_grouped_mm", "_indices", "_save", "_sna
 #: How often the modules of a package use what is private to an object of another module. These numbers only fall.
 #: Most are the fields of a sharded tensor, which is a torch.Tensor: without an underscore they could hide names of torch's.
 PRIVATE_USES = {
-    "zhooks.activation": 1, "zhooks.build": 1, "zhooks.checkpoint": 13, "zhooks.grad": 16,
-    "zhooks.live": 7, "zhooks.optim": 41, "zhooks.report": 8, "zhooks.resilience": 1, "zhooks.session": 1, "zhooks.tensor": 174,
+    "zhooks.activation": 1, "zhooks.build": 1, "zhooks.checkpoint": 11, "zhooks.grad": 16,
+    "zhooks.live": 7, "zhooks.optim": 40, "zhooks.report": 8, "zhooks.resilience": 1, "zhooks.session": 1, "zhooks.tensor": 174,
     "zhooks.unit": 2, "zhooks.whole": 5, "zprof": 1,
 }  # fmt: skip
 

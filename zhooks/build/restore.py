@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zhooks.checkpoint import plain_states
-from zhooks.optim import state_keys, whole_vectors
+from zhooks.optim import marked, state_keys, whole_vectors
 from zhooks.run import rehook
 from zhooks.tensor import ParamShard, ShardedTensor
 from zhooks.unit import Flat, Ranges, Unit, all_copies, loose_references
@@ -63,9 +63,7 @@ def _as_before(flat: Flat, ranges: Ranges) -> list[Tensor]:
 
 def swap_out(spec: ParamShard, param: nn.Parameter, plain: nn.Parameter) -> None:
     """Make ``param`` what ``plain`` is, keeping identity, hooks and the user's attributes."""
-    for key, value in param.__dict__.items():
-        if key not in ("_at", "_on", "_spec", "_bound", "_origin"):
-            setattr(plain, key, value)
+    marked(plain, param)
     param.grad = None
     swap(param, plain)
     rehook(param, spec)

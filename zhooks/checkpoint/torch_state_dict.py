@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +25,12 @@ from zhooks.checkpoint.rank0_values import whole_values
 from zhooks.comm import Comm, ControlPlane
 from zhooks.grad import Asked, full_state_asked
 from zhooks.layout import Ignored, flats_of
-from zhooks.optim import about_state, shard_vectors
+from zhooks.optim import about_state, of_another_layout
 from zhooks.run import Inert
-from zhooks.tensor import ParamShard, ShardedTensor, ShardedVector
+from zhooks.tensor import ShardedTensor
 from zhooks.unit import Unit
 
 __all__ = ["StockState"]
-
-Held = tuple[nn.Parameter, ParamShard, str, Tensor]
-"""A parameter, its description, and one state of it by name."""
 
 
 class StockState:
@@ -93,42 +90,10 @@ class StockState:
                 "...})."
             )
         ranges = [(name, value, named[name]) for name, value in given.items() if _both_sharded(value, named[name])]
-        for name, value in self._of_another_layout(ranges):
+        for name, value in of_another_layout(ranges, self._comm.stage):
             state[prefix + name] = value
 
-    def _of_another_layout(self, ranges: Sequence[tuple[Any, ShardedTensor, Any]]) -> Iterator[tuple[Any, Tensor]]:
-        """The whole values of those that some rank cannot copy range by range: (what, value, where it goes).  Collective."""
-        if not ranges:
-            return
-        other = [value._spec.key() != into._spec.key() or value.shape != into.shape for _, value, into in ranges]
-        flags = ControlPlane(self._comm.stage, "compare layouts").any(other)
-        for (what, value, _), flag in zip(ranges, flags, strict=True):
-            if flag:
-                yield what, value.full_tensor()
-
     # Into an optimizer.
-
-    def held(self, optimizer: Optimizer) -> list[Held]:
-        """Its states of the model's parameters, but for numbers."""
-        specs = {id(param): spec for flat in flats_of(self._units) if flat.holds for param, spec in flat.members()}
-        return [
-            (param, specs[id(param)], key, value)
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if id(param) in specs
-            for key, value in optimizer.state.get(param, {}).items()
-            if isinstance(value, Tensor) and value.dim() and not isinstance(value, ShardedVector)
-        ]
-
-    def make_ranges(self, optimizer: Optimizer, held: Sequence[Held]) -> None:
-        """Full tensors and ranges of another layout among ``held`` become ranges.  Collective: alike on every rank."""
-        ranges = [((param, spec, key), value, param) for param, spec, key, value in held if isinstance(value, ShardedTensor)]
-        for (param, spec, key), value in self._of_another_layout(ranges):
-            optimizer.state[param][key] = ShardedTensor(spec.take(value).clone(), spec)
-        for param, spec, key, value in held:
-            if not isinstance(value, ShardedTensor) and value.shape == spec.shape:
-                optimizer.state[param][key] = ShardedTensor(spec.take(value).clone(), spec)
-        shard_vectors(optimizer)
 
     def check_autocast(self) -> None:
         """Accelerate wraps autocast around a model it prepares, and around none that is marked as prepared already."""

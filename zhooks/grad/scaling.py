@@ -109,7 +109,6 @@ class Scaling:
         self._fresh, self._lost, self._asked = False, False, False
         # What the stages have told each other's GradScalers.
         self._elsewhere = False
-        self._undo: Callable[[], None] | None = None
 
     @property
     def on(self) -> bool:
@@ -124,7 +123,6 @@ class Scaling:
         _open.discard(self)
         # Kept graphs and tensors refer to this, and must not keep the attachment.
         self._engine, self._gradients = Engine(), ()
-        self.restore()
 
     # What enters and leaves the model.
 
@@ -279,19 +277,15 @@ class Scaling:
 
     # Steps.
 
-    def before_step(self, optimizer: Optimizer, closure: object) -> None:
-        """Skip a step whose gradients have overflowed.
+    def before_step(self, optimizer: Optimizer, closure: object) -> list[Callable[[], None]]:
+        """Skip a step of parameters of the model whose gradients have overflowed; what gives the optimizer its groups back.
 
         Raises:
             ShardedOpError: a closure, whose backward would come too late to skip the step.
             ScaleError: a GradScaler scales too, or another stage overflowed with the scale at its minimum.
         """
-        self.restore()
         if not self.on:
-            return
-        mine = [param for group in optimizer.param_groups for param in group["params"] if self.is_mine(param)]
-        if not mine:
-            return
+            return []
         if closure is not None:
             raise ShardedOpError(
                 f"{type(optimizer).__name__}.step(closure) expected a step without a closure, because [precision] loss_scale "
@@ -303,19 +297,17 @@ class Scaling:
         self._ask_other_stages()
         self.overflows.used()
         with torch._C.DisableTorchFunctionSubclass():
-            lost = any(id(param) in self._bad and param.grad is not None for param in mine)
+            held = [param for group in optimizer.param_groups for param in group["params"]]
+            lost = any(id(param) in self._bad and param.grad is not None for param in held)
+        hidden: list[Callable[[], None]] = []
         if lost or (self._lost and not self._bad):
-            self._undo = _leave_nothing(optimizer)
+            hidden.append(_leave_nothing(optimizer))
         elif self._fresh and not self._lost:
             before = self.scale.value
             self.scale.succeeded()
             self._changed(before)
         self._fresh = False
-
-    def restore(self) -> None:
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
+        return hidden
 
     def is_mine(self, param: object) -> bool:
         """It is a parameter of this attachment."""

@@ -2,88 +2,39 @@
 
 from __future__ import annotations
 
-from zhooks.optim.assign_owners import assign, cost_of
-from zhooks.optim.choose_kernel import choices_of
-from zhooks.optim.closures import Closures
-from zhooks.optim.counters import options_kept
-from zhooks.optim.groups import holders, holds, params_of
-from zhooks.optim.kernel import Arguments, grad_of, narrowed, step_of
-from zhooks.optim.optimizers import Optimizers, about_state, optimizer_facts, partitions
-from zhooks.optim.overlap import Overlap
-from zhooks.optim.owned_states import (
+from zhooks.optim.groups import Arguments, grad_of, holders, holds, narrowed, options_kept, params_of, step_of
+from zhooks.optim.kernel import sharded_states, state_keys, states_of
+from zhooks.optim.optimizers import Optimizers, about_state, of_another_layout, optimizer_facts, partitions
+from zhooks.optim.overlap import Overlap, open_worker
+from zhooks.optim.owners import Owners, Whole, assign, cost_of
+from zhooks.optim.probe import StateKind, marked, stand_in_of, step_stand_in
+from zhooks.optim.references import kept_elsewhere, memory_beside
+from zhooks.optim.rounding import Rounding, check_rounding
+from zhooks.optim.states import (
     OwnedStates,
+    StoredRuns,
     flags_of,
+    mapped,
     nbytes_of,
     plain_parts,
     plain_states_of,
     replaced,
+    shard_vectors,
     tensors_in,
+    vectors_in,
+    whole_copies,
+    whole_vectors,
     with_owners,
 )
-from zhooks.optim.owners import Owners, Whole
-from zhooks.optim.references import kept_elsewhere, memory_beside
-from zhooks.optim.rounding import Rounding, check_rounding
-from zhooks.optim.stand_in import Place, stand_in_of, step_stand_in
-from zhooks.optim.stand_ins import OURS
-from zhooks.optim.states import sharded_states, state_keys, states_of
-from zhooks.optim.step_hooks import Stepper
-from zhooks.optim.step_pipeline import Step, StepPipeline, closure_of, watch_steps
-from zhooks.optim.steps import Steps
-from zhooks.optim.tiered_update import Fetched, Updater
-from zhooks.optim.update_thread import open_worker
-from zhooks.optim.vector_states import mapped, shard_vectors, vectors_in, whole_copies, whole_vectors
+from zhooks.optim.step_pipeline import Closures, Step, Stepper, StepPipeline, Steps, closure_of, watch_steps
+from zhooks.optim.tiered_update import Fetched, Updater, choices_of
 
 __all__ = [
-    "OURS",
-    "Arguments",
-    "Closures",
-    "Fetched",
-    "Optimizers",
-    "Overlap",
-    "OwnedStates",
-    "Owners",
-    "Place",
-    "Rounding",
-    "Step",
-    "StepPipeline",
-    "Stepper",
-    "Steps",
-    "Updater",
-    "Whole",
-    "about_state",
-    "assign",
-    "check_rounding",
-    "choices_of",
-    "closure_of",
-    "cost_of",
-    "flags_of",
-    "grad_of",
-    "holders",
-    "holds",
-    "kept_elsewhere",
-    "mapped",
-    "memory_beside",
-    "narrowed",
-    "nbytes_of",
-    "open_worker",
-    "optimizer_facts",
-    "options_kept",
-    "params_of",
-    "partitions",
-    "plain_parts",
-    "plain_states_of",
-    "replaced",
-    "shard_vectors",
-    "sharded_states",
-    "stand_in_of",
-    "state_keys",
-    "states_of",
-    "step_of",
-    "step_stand_in",
-    "tensors_in",
-    "vectors_in",
-    "watch_steps",
-    "whole_copies",
-    "whole_vectors",
-    "with_owners",
-]
+    "Arguments", "Closures", "Fetched", "Optimizers", "Overlap", "OwnedStates", "Owners", "Rounding", "StateKind",
+    "Step", "StepPipeline", "Stepper", "Steps", "StoredRuns", "Updater", "Whole", "about_state", "assign", "check_rounding",
+    "choices_of", "closure_of", "cost_of", "flags_of", "grad_of", "holders", "holds", "kept_elsewhere", "mapped", "marked",
+    "memory_beside", "narrowed", "nbytes_of", "of_another_layout", "open_worker", "optimizer_facts", "options_kept",
+    "params_of", "partitions", "plain_parts", "plain_states_of", "replaced", "shard_vectors", "sharded_states", "stand_in_of",
+    "state_keys", "states_of", "step_of", "step_stand_in", "tensors_in", "vectors_in", "watch_steps", "whole_copies",
+    "whole_vectors", "with_owners",
+]  # fmt: skip

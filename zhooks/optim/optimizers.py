@@ -1,13 +1,10 @@
 """The optimizers of one attachment: which there are, in an order that is the same on every rank.
 
-There is one for each attachment, which is asked wherever something is done with optimizer states.  It looks through the
-interpreter's objects only in verbs that are rare, keeps no optimizer alive and never steps one.
-
 Note: [Known on every rank]
     An optimizer becomes known on all ranks at once: at its first step, where it is compared over the ranks, or in a
     collective verb that is given it or finds it.  So its place in the order is the same everywhere, whatever addresses say.
-    When it dies is each rank's own affair (a cycle waits for the collector): whoever does something collective with the known
-    ones asks ``agreed`` for those that are alive on every rank.
+    It is kept weakly, and when it dies is each rank's own affair (a cycle waits for the collector): whoever does something
+    collective with the known ones asks ``agreed`` for those that are alive on every rank.
 
 Note: [Met]
     ``Optimizer.load_state_dict`` puts a new ``state`` in place of the old one, ``add_param_group`` makes the list of groups
@@ -22,41 +19,30 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import CheckpointError, DivergenceError, ShardedOpError
 from zhooks.comm import ControlPlane, Facts, Transport, text_digest
+from zhooks.grad import in_backward
 from zhooks.optim.groups import holders, params_of
 from zhooks.optim.kernel import BY_RANGES
-from zhooks.optim.owned_states import OwnedStates, tensors_in
 from zhooks.optim.owners import Owners
-from zhooks.optim.step_pipeline import Step
+from zhooks.optim.states import OwnedStates, shard_vectors, tensors_in
 from zhooks.tensor import ParamShard, ShardedTensor, ShardedVector
 
-__all__ = ["Optimizers", "about_state", "optimizer_facts", "partitions"]
+if TYPE_CHECKING:
+    from zhooks.optim.step_pipeline import Step
 
+__all__ = ["Optimizers", "about_state", "of_another_layout", "optimizer_facts", "partitions"]
 
-class States(Protocol):
-    """Who knows the states of an optimizer: which are ranges, and how full ones become ranges (`StockState`)."""
-
-    def held(self, optimizer: Optimizer) -> Sequence[tuple[nn.Parameter, ParamShard, str, Tensor]]:
-        """Its states of the model's parameters, but for numbers: parameter, description, name and state."""
-
-    def make_ranges(self, optimizer: Optimizer, held: Sequence[tuple[nn.Parameter, ParamShard, str, Tensor]]) -> None:
-        """Keep this rank's ranges of what ``held`` gave."""
-
-    def check_autocast(self) -> None:
-        """Refuse a model whose forwards ran in a precision that nobody attached."""
-
-    def watch(self, optimizer: Optimizer) -> None:
-        """Answer torch's state functions for it from now on."""
+_Held = tuple[nn.Parameter, ParamShard, str, Tensor]
+"""A parameter, its description, and one state of it by name."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +56,7 @@ class Met:
     """
 
     state: int
-    groups: int
+    groups: int = 0
     stepped: bool = False
 
 
@@ -80,13 +66,21 @@ class Optimizers:
     Args:
         params: says which parameters are attached.
         stage: the ranks of the model.
-        stock: makes full states ranges.
+        check: called before one is compared; refuses a model that cannot be stepped.
+        admitted: called with each that becomes known.
     Attributes:
         owners: the parameters that they update whole.
     """
 
-    def __init__(self, params: Callable[[], list[nn.Parameter]], stage: Transport, stock: States, owners: Owners) -> None:
-        self._params, self._stage, self._stock, self.owners = params, stage, stock, owners
+    def __init__(
+        self,
+        params: Callable[[], list[nn.Parameter]],
+        stage: Transport,
+        owners: Owners,
+        check: Callable[[], None],
+        admitted: Callable[[Optimizer], None],
+    ) -> None:
+        self._params, self._stage, self.owners, self._check, self._admitted = params, stage, owners, check, admitted
         self._order: list[weakref.ref[Optimizer]] = []
         #: Those first seen in a backward, with a number that stands for what they hold.
         self._unordered: list[tuple[int, weakref.ref[Optimizer]]] = []
@@ -132,36 +126,62 @@ class Optimizers:
         if not _places(optimizer, params):
             self._note(optimizer)
             return
-        self._stock.check_autocast()
-        found = self.owners.facts(optimizer)
-        whole = {id(one.param) for one in self.owners.whole(optimizer)}
-        met, held = self._met.get(optimizer), [one for one in self._stock.held(optimizer) if id(one[0]) not in whole]
-        _check_shapes(optimizer, held, verb)
+        self._check()
+        found, kind = self.owners.facts(optimizer), type(optimizer).__name__
+        whole = self.whole(optimizer)
+        met, held = self._met.get(optimizer), [one for one in self._held(optimizer) if id(one[0]) not in whole]
+        for _, spec, key, value in held if type(optimizer) in BY_RANGES else ():
+            if value.shape != spec.shape:
+                raise CheckpointError(
+                    f"{kind}.{verb} expected the state {key} of {spec.name} to have the parameter's shape {tuple(spec.shape)}, "
+                    f"found {tuple(value.shape)}: states of another model were loaded. Load this model's."
+                )
         # Ranks need not come to a step in backward (an optimizer a parameter) in one order.
-        fresh = (met is None or met.groups != len(optimizer.param_groups)) and not _in_backward()
+        fresh = (met is None or met.groups != len(optimizer.param_groups)) and not in_backward()
         facts = {**optimizer_facts(optimizer, params), "updates": found} if fresh else {}
         states = "\n".join(f"{spec.name} {key} {about_state(value)}" for _, spec, key, value in held)
         problem = ControlPlane(self._stage, verb).differ({"optimizer": {**facts, "states": f"{text_digest(states):x}"}})
         if problem and not ControlPlane(self._stage, verb, "the optimizer's state").agree(states):
             raise CheckpointError(
-                f"{type(optimizer).__name__}.{verb} expected the same optimizer states on every rank, found different ones: "
-                "load_state_dict was called on only some ranks, or with different files. Load the same state on all ranks, "
-                "or rank 0's with attachment.load_state_dict."
+                f"{kind}.{verb} expected the same optimizer states on every rank, found different ones: load_state_dict was "
+                "called on only some ranks, or with different files. Load the same state on all ranks, or rank 0's with "
+                "attachment.load_state_dict."
             )
         if problem:
             raise DivergenceError(problem)
         problem = partitions(optimizer) or self.owners.refusal(optimizer)
         if problem:
             raise ShardedOpError(f"{problem} ({verb}.)")
-        if whole and _in_backward():
+        if whole and in_backward():
             raise ShardedOpError(
-                f"{type(optimizer).__name__}.{verb} expected a first step after backward, because it updates whole "
-                "parameters, whose owner ranks are chosen then; found one inside backward. Step it after backward."
+                f"{kind}.{verb} expected a first step after backward, because it updates whole parameters, whose owner ranks "
+                "are chosen then; found one inside backward. Step it after backward."
             )
         self.owners.choose(optimizer, verb)
-        self._stock.make_ranges(optimizer, held)
+        self._make_ranges(optimizer, held)
         self.admit(optimizer)
         self._note(optimizer)
+
+    def _held(self, optimizer: Optimizer) -> list[_Held]:
+        """Its states of the model's parameters, but for numbers and vectors."""
+        specs = {id(param): spec for flat in self.owners.flats() if flat.holds for param, spec in flat.members()}
+        return [
+            (param, specs[id(param)], key, value)
+            for param in params_of(optimizer)
+            if id(param) in specs
+            for key, value in optimizer.state.get(param, {}).items()
+            if isinstance(value, Tensor) and value.dim() and not isinstance(value, ShardedVector)
+        ]
+
+    def _make_ranges(self, optimizer: Optimizer, held: Sequence[_Held]) -> None:
+        """Full tensors and ranges of another layout among ``held`` become ranges.  Collective: alike on every rank."""
+        ranges = [((param, spec, key), value, param) for param, spec, key, value in held if isinstance(value, ShardedTensor)]
+        for (param, spec, key), value in of_another_layout(ranges, self._stage):
+            optimizer.state[param][key] = ShardedTensor(spec.take(value).clone(), spec)
+        for param, spec, key, value in held:
+            if not isinstance(value, ShardedTensor) and value.shape == spec.shape:
+                optimizer.state[param][key] = ShardedTensor(spec.take(value).clone(), spec)
+        shard_vectors(optimizer)
 
     def choose_owners(self, optimizer: Optimizer, verb: str) -> None:
         """States that are about to be loaded into it find out who keeps them.  Collective.
@@ -184,36 +204,33 @@ class Optimizers:
         """It has been met, as it is now."""
         met = self.met(optimizer)
         if met is None:
-            met = self._met[optimizer] = Met(id(optimizer.state), 0)
+            met = self._met[optimizer] = Met(id(optimizer.state))
         met.groups = len(optimizer.param_groups)
 
     def admit(self, optimizer: Optimizer) -> None:
         """It is known from now on, on every rank: whoever calls does so on all of them."""
-        if all(known() is not optimizer for known in self._references()):
-            if _in_backward():
+        if all(known is not optimizer for known in self._alive()):
+            if in_backward():
                 number = text_digest(repr(optimizer_facts(optimizer, self._params())))
                 self._unordered.append((number, weakref.ref(optimizer)))
             else:
                 self._order.append(weakref.ref(optimizer))
-            self._stock.watch(optimizer)
-            self._handles.append(optimizer.register_load_state_dict_post_hook(self._forgets()))
+            self._admitted(optimizer)
+            # It must keep nobody alive.
+            me = weakref.ref(self)
 
-    def _forgets(self) -> Callable[[Optimizer], None]:
-        """A hook that has an optimizer met again; it keeps nobody alive."""
-        me = weakref.ref(self)
+            def loaded(optimizer: Optimizer) -> None:
+                known = me()
+                if known is not None:
+                    known._met.pop(optimizer, None)
 
-        def loaded(optimizer: Optimizer) -> None:
-            known = me()
-            if known is not None:
-                known._met.pop(optimizer, None)
-
-        return loaded
+            self._handles.append(optimizer.register_load_state_dict_post_hook(loaded))
 
     # Which there are.
 
     def here(self) -> list[Optimizer]:
         """Known ones that are alive on this rank, for whoever looks without communicating."""
-        return _once(found for found in (known() for known in self._references()) if found is not None)
+        return _once(self._alive())
 
     def met(self, optimizer: Optimizer) -> Met | None:
         """What is known of the states it holds; None of states that nobody has compared."""
@@ -237,7 +254,12 @@ class Optimizers:
     def agreed(self, verb: str) -> list[Optimizer]:
         """Known ones that are alive on every rank, in the common order.  Collective."""
         if self._unordered:
-            self._put_in_order(verb)
+            # Those first seen in a backward, by what they hold.
+            self._unordered.sort(key=lambda entry: entry[0])
+            if not ControlPlane(self._stage, verb, "optimizers").agree(str([number for number, _ in self._unordered])):
+                raise _others(verb, "those that stepped in backward", self._stage)
+            self._order.extend(known for _, known in self._unordered)
+            self._unordered = []
         found = [known() for known in self._order]
         if found:
             dead = ControlPlane(self._stage, verb).any([one is None for one in found])
@@ -268,21 +290,20 @@ class Optimizers:
             CheckpointError, DivergenceError: as ``every``, or ranks hold different states; nothing has been changed.
         """
         known, params = self.agreed(verb), self._params()
-        found = _once([*known, *self._search(verb, params, lambda one: _has_ranges(one, params))])
+
+        def has_ranges(one: Optimizer) -> bool:
+            states = [one.state.get(param, {}) for param in params]
+            ranges = (ShardedTensor, ShardedVector)
+            return any(isinstance(of, OwnedStates) or any(isinstance(each, ranges) for each in tensors_in(of)) for of in states)
+
+        found = _once([*known, *self._search(verb, params, has_ranges)])
         for one in found:
             self.meet(one, verb)
         return found
 
-    def _references(self) -> list[weakref.ref[Optimizer]]:
-        return [*self._order, *(known for _, known in self._unordered)]
-
-    def _put_in_order(self, verb: str) -> None:
-        """Those first seen in a backward, by what they hold."""
-        self._unordered.sort(key=lambda entry: entry[0])
-        if not ControlPlane(self._stage, verb, "optimizers").agree(str([number for number, _ in self._unordered])):
-            raise _others(verb, "those that stepped in backward", self._stage)
-        self._order.extend(known for _, known in self._unordered)
-        self._unordered = []
+    def _alive(self) -> list[Optimizer]:
+        references = [*self._order, *(known for _, known in self._unordered)]
+        return [found for found in (known() for known in references) if found is not None]
 
     def _search(self, verb: str, params: Sequence[Tensor], wanted: Callable[[Optimizer], bool]) -> list[Optimizer]:
         """Optimizers of ``params`` that are not known yet, admitted in an order all ranks share.  Collective."""
@@ -325,14 +346,17 @@ def partitions(optimizer: object) -> str:
     )
 
 
-def _check_shapes(optimizer: Optimizer, held: Sequence[tuple[nn.Parameter, ParamShard, str, Tensor]], verb: str) -> None:
-    """States of torch's element-wise optimizers have their parameter's shape."""
-    for _, spec, key, value in held if type(optimizer) in BY_RANGES else ():
-        if value.shape != spec.shape:
-            raise CheckpointError(
-                f"{type(optimizer).__name__}.{verb} expected the state {key} of {spec.name} to have the parameter's shape "
-                f"{tuple(spec.shape)}, found {tuple(value.shape)}: states of another model were loaded. Load this model's."
-            )
+def of_another_layout(
+    ranges: Sequence[tuple[Any, ShardedTensor, Any]], stage: Transport
+) -> Iterator[tuple[Any, Tensor]]:
+    """The whole values of those that some rank cannot copy range by range: (what, value, where it goes).  Collective."""
+    if not ranges:
+        return
+    other = [value._spec.key() != into._spec.key() or value.shape != into.shape for _, value, into in ranges]
+    flags = ControlPlane(stage, "compare layouts").any(other)
+    for (what, value, _), flag in zip(ranges, flags, strict=True):
+        if flag:
+            yield what, value.full_tensor()
 
 
 def optimizer_facts(optimizer: Optimizer | None, params: Iterable[Tensor]) -> Facts:
@@ -345,45 +369,29 @@ def optimizer_facts(optimizer: Optimizer | None, params: Iterable[Tensor]) -> Fa
         held = [place[id(param)] for param in group["params"] if id(param) in place]
         facts[f"group {number} parameters"] = f"{len(held)} (of digest {text_digest(str(held)):x})"
         for key, value in sorted(group.items(), key=lambda item: str(item[0])):
-            if isinstance(value, (bool, int, float, str, type(None))):
-                facts[f"group {number} {key}"] = repr(value)
-            elif key != "params":
-                facts[f"group {number} {key}"] = _plain(value)
+            if key != "params":
+                # Numbers as they are; of anything else, a tensor on a device among them, the type says enough.
+                row = isinstance(value, (tuple, list)) and all(isinstance(each, (int, float)) for each in value)
+                plain = row or isinstance(value, (bool, int, float, str, type(None)))
+                facts[f"group {number} {key}"] = repr(value) if plain else type(value).__name__
     return facts
 
 
-def _plain(value: object) -> str:
-    """A tuple of numbers as it is; of anything else, a tensor on a device among them, the type says enough."""
-    numbers = isinstance(value, (tuple, list)) and all(isinstance(each, (int, float)) for each in value)
-    return repr(value) if numbers else type(value).__name__
-
-
-def _told_apart(optimizer: Optimizer, params: Sequence[Tensor]) -> tuple[list[int], str, str, list[str]]:
+def _told_apart(optimizer: Optimizer, params: Sequence[Tensor]) -> tuple[list[int], str, list[str]]:
     """What tells optimizers apart, alike on every rank: parameters, class, options, states and counters."""
-    plain = (bool, int, float, str, tuple, type(None))
-    groups = optimizer.param_groups
-    options = [sorted((key, repr(value)) for key, value in group.items() if isinstance(value, plain)) for group in groups]
     states = [
         f"{key} {float(value) if type(value) is Tensor and value.dim() == 0 else ''}"
-        for group in groups
+        for group in optimizer.param_groups
         for param in group["params"][:1]
         for key, value in sorted(optimizer.state.get(param, {}).items())
     ]
-    return _places(optimizer, params), f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", repr(options), states
+    return _places(optimizer, params), repr(optimizer_facts(optimizer, params)), states
 
 
 def _places(optimizer: Optimizer, params: Sequence[Tensor]) -> list[int]:
     """Which of ``params`` it holds."""
     place = {id(param): number for number, param in enumerate(params)}
     return [place[id(param)] for param in params_of(optimizer) if id(param) in place]
-
-
-def _has_ranges(optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
-    states = [optimizer.state.get(param, {}) for param in params]
-    return any(
-        isinstance(of, OwnedStates) or any(isinstance(one, (ShardedTensor, ShardedVector)) for one in tensors_in(of))
-        for of in states
-    )
 
 
 def _once(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
@@ -395,10 +403,6 @@ def about_state(value: Tensor) -> str:
     """What must be the same of a state on every rank, in words."""
     kind = "range" if isinstance(value, ShardedTensor) else "whole"
     return f"{kind} {value.dtype} {list(value.shape)}"
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _others(verb: str, found: str, stage: Transport) -> DivergenceError:

@@ -1,7 +1,6 @@
 """``[optimizer] overlap = true``: a flat is updated in backward, as soon as its reduction has landed.
 
-``grad/reduce.py`` calls it at every landing, and at the end of every backward; ``step_hooks.py`` when a step begins;
-``tiered_update.py`` does the work.  An update made early cannot know of a clip, an unscale, another backward, a new learning
+An update made early cannot know of a clip, an unscale, another backward, a new learning
 rate or another optimizer, so each of these is refused by name when it comes.
 
 Note: [Early or not]
@@ -29,28 +28,72 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
 
-from offload.device import device_guard
+from offload.device import VirtualWork, device_guard
 from offload.errors import ZhooksError
 from offload.kernels import flushes_denormals
-from offload.threads import Task
+from offload.threads import Task, Workers
 from offload.tier import Tier
+from offload.virtual import NAME, Machine, running
 from offload.work import DONE, HostWork
 from zhooks.grad import GradBuffer
-from zhooks.optim.kernel import NO_ARGUMENTS, Arguments, FlatUpdate
-from zhooks.optim.tiered_update import Fetched, Mine, Updater, group_options, same_options
-from zhooks.optim.update_thread import Worker
+from zhooks.optim.groups import NO_ARGUMENTS, Arguments, group_options, same_options
+from zhooks.optim.kernel import FlatUpdate
+from zhooks.optim.optimizers import Optimizers
+from zhooks.optim.tiered_update import Fetched, Mine, Updater
 from zhooks.refusals import not_stepped, too_late
 from zhooks.unit import Flat
 
-__all__ = ["Overlap"]
+__all__ = ["Overlap", "Update", "open_worker"]
+
+
+class Worker:
+    """A thread, which makes updates in turn."""
+
+    def __init__(self) -> None:
+        self._threads = Workers("zhooks-update")
+        self._threads.start()
+        self._end = weakref.finalize(self, self._threads.stop)
+
+    def submit(self, job: Callable[[], None]) -> HostWork:
+        """Queue ``job``, which must not raise; who has seen its end waits for what is returned, too."""
+        self._threads.submit(job)
+        return DONE
+
+    def close(self) -> None:
+        """Wait for what was submitted, and end."""
+        self._end()
+
+
+class _VirtualWorker(Worker):
+    """On paper, for the virtual device."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def submit(self, job: Callable[[], None]) -> HostWork:
+        with self._machine.thread("thread of updates"):
+            job()
+            return VirtualWork(self._machine, self._machine.moment(self._machine.host))
+
+    def close(self) -> None:
+        return None
+
+
+def open_worker(device: torch.device) -> Worker:
+    """A new one for updates of a model on ``device``.
+
+    Raises:
+        CapabilityError: the system does not allow another thread.
+    """
+    return _VirtualWorker(running()) if device.type == NAME else Worker()
 
 
 class Update:
@@ -108,40 +151,16 @@ def _stand_in(optimizer: Optimizer, update: FlatUpdate) -> Optimizer:
     return cast(Optimizer, made)
 
 
-class Known(Protocol):
-    """Who knows which optimizers have stepped, and what they hold (``optimizers.py``)."""
-
-    def met(self, optimizer: Optimizer) -> object | None:
-        """Stands for the states it holds: another object once they are replaced; None of states that have not been compared."""
-
-    def steps(self, optimizer: Optimizer) -> None:
-        """It begins a step, with the states it has."""
-
-    def stepped(self) -> list[Optimizer]:
-        """Those that have begun a step with the states they hold now."""
-
-    def whole(self, optimizer: Optimizer) -> Set[int]:
-        """The parameters that it updates whole, by identity."""
-
-
 class Made:
     """What was updated early for one optimizer, until its step."""
 
-    def __init__(self, optimizer: Optimizer, known: Known) -> None:
+    def __init__(self, optimizer: Optimizer, known: Optimizers) -> None:
         self.optimizer, self.name = weakref.ref(optimizer), type(optimizer).__name__
         self.start, self._known, self._met = group_options(optimizer), known, known.met(optimizer)
         #: The group of each parameter that was updated, by its id.
         self.groups: dict[int, int] = {}
-        #: The flats, as the updates have left them.
+        #: The flats, and their versions once all updates of a backward are made.
         self.flats: list[tuple[Flat, int]] = []
-
-    def add(self, update: FlatUpdate) -> None:
-        self.groups.update(_group_of_each([update]))
-        self.flats.append((update.flat, 0))
-
-    def over(self) -> None:
-        """The updates have been made."""
-        self.flats = [(flat, flat.version()) for flat, _ in self.flats]
 
     def changed(self, optimizer: Optimizer, updates: Sequence[FlatUpdate]) -> str:
         """What the step of the optimizer finds otherwise than the updates did; "" where it is the same."""
@@ -175,7 +194,7 @@ class Overlap:
         rank: named in errors.
     """
 
-    def __init__(self, updater: Updater, known: Known, worker: Worker | None, *, rank: int) -> None:
+    def __init__(self, updater: Updater, known: Optimizers, worker: Worker | None, *, rank: int) -> None:
         self._updater, self._known, self._worker, self._rank = updater, known, worker, rank
         self._made: list[Made] = []
         #: What a step of an optimizer has to do, by flat; found once a backward.
@@ -206,7 +225,8 @@ class Overlap:
             if made is None:
                 made = Made(optimizer, self._known)
                 self._made.append(made)
-            made.add(update)
+            made.groups |= _group_of_each([update])
+            made.flats.append((flat, 0))
         beside = self._worker is not None and self._updater.place_of(flat) is Tier.HOST
         if self._worker is not None and beside and all(self._updater.kernel_of(flat).apart(one) for one, _ in mine):
             self._begin(self._worker, flat, mine)
@@ -271,15 +291,12 @@ class Overlap:
                 for optimizer in update.optimizers:
                     self._updater.put_away(optimizer, flat)
         except Exception as error:
-            self._failed = self._failed or self._named(flat, error)
-
-    def _named(self, flat: Flat, error: Exception) -> Exception:
-        where = f"Raised while unit {flat.name} was updated during backward, on rank {self._rank}"
-        if isinstance(error, ZhooksError):
-            error.args = (f"{str(error).rstrip('.')}. {where}.",)
-        else:
-            error.add_note(f"{where}.")
-        return error
+            where = f"Raised while unit {flat.name} was updated during backward, on rank {self._rank}"
+            if isinstance(error, ZhooksError):
+                error.args = (f"{str(error).rstrip('.')}. {where}.",)
+            else:
+                error.add_note(f"{where}.")
+            self._failed = self._failed or error
 
     def finish(self) -> None:
         """A backward is over, or something else needs its updates to be."""
@@ -287,7 +304,7 @@ class Overlap:
         if self._to_do:
             self._to_do.clear()
             for made in self._made:
-                made.over()
+                made.flats = [(flat, flat.version()) for flat, _ in made.flats]
 
     def due(self, what: str) -> None:
         """``what`` reads or writes parameters: no step may be waited for.

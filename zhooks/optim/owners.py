@@ -1,8 +1,5 @@
 """Which parameters an attachment's optimizers update whole, and which rank owns each of them.
 
-``optimizers.py`` has the owners of an optimizer chosen here when it meets it, ``step_hooks.py`` and ``overlap.py`` ask what is
-whole before every step, and ``checkpoint/`` and ``build/`` when states move.  It never computes an update.
-
 Note: [Owner]
     What cannot be updated range by range (``probe.py`` finds out) is updated whole, by one rank of those that shard it.  The
     owner is chosen once, by cost, and is in the states: every rank has an ``OwnedStates`` for the parameter, which says whose
@@ -12,6 +9,7 @@ Note: [Owner]
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,16 +21,38 @@ from torch.optim import Optimizer
 
 from offload.errors import CheckpointError
 from zhooks.comm import CONTROL, Call, Comm, ControlPlane, Transport
-from zhooks.optim.assign_owners import assign, cost_of
 from zhooks.optim.groups import names_of
-from zhooks.optim.owned_states import OwnedStates, flags_of, holds_states, tensors_in
-from zhooks.optim.probe import Verdict, probe
+from zhooks.optim.probe import Place, Verdict, marks_of, probe
 from zhooks.optim.references import beside_params, kept_elsewhere
-from zhooks.optim.stand_ins import Place, marks_of
+from zhooks.optim.states import OwnedStates, flags_of, holds_states, tensors_in
 from zhooks.tensor import ParamShard, ShardedTensor
 from zhooks.unit import Flat
 
-__all__ = ["Owners", "Whole"]
+__all__ = ["Owners", "Whole", "assign", "cost_of"]
+
+
+def cost_of(shape: Sequence[int]) -> int:
+    """The work of an update: of a matrix, elements times the smaller of its sides, as a product with its transpose has."""
+    numel = math.prod(shape)
+    return numel if len(shape) < 2 else numel * max(1, min(shape[0], numel // max(shape[0], 1)))
+
+
+def assign(shapes: Sequence[Sequence[int]], world: int, taken: Sequence[tuple[int, int]] = ()) -> list[int]:
+    """An owner for each: the costliest first, each to the rank that has the least to do by then.
+
+    Args:
+        taken: (owner, cost) of what has owners already.
+    """
+    load, count = [0] * world, [0] * world
+    for owner, cost in taken:
+        load[owner] += cost
+        count[owner] += 1
+    owners = [0] * len(shapes)
+    for index in sorted(range(len(shapes)), key=lambda index: (-cost_of(shapes[index]), index)):
+        owner = owners[index] = min(range(world), key=lambda rank: (load[rank], count[rank], rank))
+        load[owner] += cost_of(shapes[index])
+        count[owner] += 1
+    return owners
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +94,7 @@ class Owners:
     """
 
     def __init__(self, flats: Callable[[], Iterable[Flat]], comm: Comm, admit: Callable[[Optimizer], object]) -> None:
-        self._flats, self._comm, self._admit = flats, comm, admit
+        self.flats, self._comm, self._admit = flats, comm, admit
         self._judged: weakref.WeakKeyDictionary[Optimizer, _Judged] = weakref.WeakKeyDictionary()
 
     @property
@@ -93,12 +113,20 @@ class Owners:
         # What was refused is tried again: its options may have been changed since.
         if known is not None and known.groups == len(optimizer.param_groups) and not known.verdict.problem:
             return known.verdict
-        samples: dict[Place, nn.Parameter] = {}
+        ours = {id(param) for flat in self.flats() for param in flat.params}
+        mine = [(number, param) for number, group in enumerate(optimizer.param_groups) for param in group["params"]]
+        mine = [(number, param) for number, param in mine if id(param) in ours]
         # A step that notes something itself makes no other parameter of it, on its owner alone.
-        places: dict[int, Place] = {}
-        for place, _, (_, _), param in self._places(optimizer):
-            samples.setdefault(place, param)
-            places[id(param)] = place
+        before = {} if known is None else known.places
+        places = {id(param): before[id(param)] for _, param in mine if id(param) in before}
+        for (number, param), marks in zip(mine, marks_of([param for _, param in mine]), strict=True):
+            if id(param) not in places:
+                flags = flags_of(optimizer.state.get(param))
+                said = tuple((key, value) for key, value in flags.items() if isinstance(key, Hashable))
+                places[id(param)] = Place(number, param.dtype, param.dim(), said, marks)
+        samples: dict[Place, nn.Parameter] = {}
+        for _, param in mine:
+            samples.setdefault(places[id(param)], param)
         # Parameters of no unit are plain, but what is done to ours may depend on them.
         verdict = probe(optimizer, samples) if samples else Verdict()
         self._judged[optimizer] = _Judged(len(optimizer.param_groups), verdict, places)
@@ -111,34 +139,19 @@ class Owners:
 
     def whole(self, optimizer: Optimizer) -> list[Whole]:
         """Those of its parameters that are, in the order of its groups; of an optimizer whose owners are chosen."""
-        if not self.is_whole(optimizer):
-            return []
-        verdict = self._judged[optimizer].verdict
-        labels = [names_of(group) for group in optimizer.param_groups]
-        out = []
-        for place, group, (flat, index), param in self._places(optimizer):
-            if place in verdict.whole:
-                states = optimizer.state.get(param)
-                owner = states.owner if isinstance(states, OwnedStates) else None
-                out.append(Whole(param, flat, index, group, owner, labels[group].get(id(param), "")))
-        return out
-
-    def _places(self, optimizer: Optimizer) -> Iterable[tuple[Place, int, tuple[Flat, int], nn.Parameter]]:
-        where = {id(param): (flat, index) for flat in self._flats() for index, param in enumerate(flat.params)}
-        every = ((number, param) for number, group in enumerate(optimizer.param_groups) for param in group["params"])
-        ours = [(number, param) for number, param in every if id(param) in where]
         known = self._judged.get(optimizer)
-        places = {} if known is None else known.places
-        fresh = {id(param) for _, param in ours if id(param) not in places}
-        marks = marks_of([param for _, param in ours]) if fresh else [()] * len(ours)
-        for (number, param), noted in zip(ours, marks, strict=True):
-            if id(param) in fresh:
-                flags = flags_of(optimizer.state.get(param))
-                said = tuple((key, value) for key, value in flags.items() if isinstance(key, Hashable))
-                place = Place(number, param.dtype, param.dim(), said, noted)
-            else:
-                place = places[id(param)]
-            yield place, number, where[id(param)], param
+        if known is None or not known.verdict.whole:
+            return []
+        where = {id(param): (flat, index) for flat in self.flats() for index, param in enumerate(flat.params)}
+        out = []
+        for number, group in enumerate(optimizer.param_groups):
+            labels = names_of(group)
+            for param in group["params"]:
+                if id(param) in where and known.places.get(id(param)) in known.verdict.whole:
+                    states = optimizer.state.get(param)
+                    owner = states.owner if isinstance(states, OwnedStates) else None
+                    out.append(Whole(param, *where[id(param)], number, owner, labels.get(id(param), "")))
+        return out
 
     def facts(self, optimizer: Optimizer) -> str:
         """What must be the same on every rank."""
@@ -154,8 +167,8 @@ class Owners:
         """Why it cannot be stepped here; "" where it can.  The same on every rank."""
         if not self.is_whole(optimizer):
             return ""
-        kind, problem = type(optimizer).__name__, self._judged[optimizer].verdict.problem
-        kept, beside = kept_elsewhere(optimizer, [one.param for one in self.whole(optimizer)]), beside_params(optimizer)
+        kind, problem, whole = type(optimizer).__name__, self._judged[optimizer].verdict.problem, self.whole(optimizer)
+        kept, beside = kept_elsewhere(optimizer, [one.param for one in whole]), beside_params(optimizer)
         if kept:
             return (
                 f"{kind} cannot train this model. Expected an optimizer that keeps what it knows of a parameter in groups and "
@@ -175,13 +188,13 @@ class Owners:
                 f"parameter by itself, because ranks hold ranges of them; found that {problem}. Use another optimizer, or "
                 "train the plain model."
             )
-        for one in self.whole(optimizer):
-            found = _elsewhere(one)
-            if found:
-                return (
-                    f"{kind} cannot train this model. Expected parameters that one rank can have whole, because it updates "
-                    f"{one.spec.name} as a whole; found {found}. Use an optimizer that works element by element for it (AdamW)."
-                )
+        divided = next((one.spec.name for one in whole if one.spec.place is not None), "")
+        if divided:
+            return (
+                f"{kind} cannot train this model. Expected parameters that one rank can have whole, because it updates "
+                f"{divided} as a whole; found it divided over the tp axis of the mesh. Use an optimizer that works element by "
+                "element for it (AdamW)."
+            )
         return ""
 
     # Who owns it.
@@ -249,11 +262,6 @@ class Owners:
             if here:
                 kept[key] = found
         optimizer.state[one.param] = OwnedStates(one.spec.name, owner, kept, here=here)
-
-
-def _elsewhere(one: Whole) -> str:
-    """Why no rank can have the parameter whole."""
-    return "" if one.spec.place is None else "it divided over the tp axis of the mesh"
 
 
 def _about(states: Any) -> str:

@@ -1,8 +1,7 @@
-"""Where an optimizer keeps its parameters, or lists that run beside them, other than in its groups and as keys of its state.
+"""Where an optimizer keeps its parameters, and what else it keeps, other than in its groups and as keys of its state.
 
-``owners.py`` asks before an optimizer is stepped, ``probe.py`` and ``whole/`` after a step on stand-ins: what knows
-parameters by identity does not know a stand-in.  ``whole/`` asks which tensors must stay where they are, for the
-optimizer has them elsewhere, too.  It never changes what it looks through.
+What knows parameters by identity does not know a stand-in; a tensor that the optimizer has elsewhere, too, must stay where it
+is.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zhooks import tree
-from zhooks.optim.counters import OF_PARAMS
-from zhooks.optim.groups import params_of
-from zhooks.optim.owned_states import plain_parts
+from zhooks.optim.groups import ATOMIC, OF_PARAMS, of_no_param, params_of
+from zhooks.optim.states import plain_parts
 from zhooks.tensor import ShardedTensor
 
-__all__ = ["beside_params", "kept_elsewhere", "memory_beside"]
+__all__ = ["beside_params", "kept_elsewhere", "memory_beside", "numbers_of"]
 
 _LEAVES = (
-    bool, float, complex, str, bytes, type(None), type, range, torch.dtype, torch.device, torch.Size, torch.Generator,
-    types.BuiltinFunctionType, types.ModuleType,
+    bool, int, float, complex, str, bytes, type(None), type, range, torch.dtype, torch.device, torch.Size, torch.Generator,
+    types.BuiltinFunctionType, types.ModuleType, Tensor,
 )  # fmt: skip
 #: Attributes of attributes: further down is the rest of the program.
 _DEEPEST = 12
@@ -36,11 +34,15 @@ _DEEPEST = 12
 def kept_elsewhere(optimizer: Any, params: Iterable[Tensor]) -> str:
     """The first place beside groups and keys of its state where it has one of ``params``, or its ``id``; "" where none is."""
     ids = {id(param) for param in params}
-    seen = {id(optimizer), id(optimizer.param_groups), id(optimizer.state), *map(id, optimizer.param_groups)}
-    for path, value in _roots(optimizer):
-        found = _find(value, path, ids, seen, 0)
-        if found:
-            return found
+    for path, value in _reached(optimizer):
+        if isinstance(value, Tensor):
+            # Ranges that are no state have a parameter each.
+            if id(value) in ids or (isinstance(value, ShardedTensor) and not path.startswith(".state[")):
+                return path
+        elif type(value) is int and value in ids:
+            return f"{path} (its id)"
+        elif isinstance(value, Optimizer) and any(id(one) in ids for one in (*params_of(value), *value.state)):
+            return f"{path}, an optimizer of its own"
     return ""
 
 
@@ -56,63 +58,31 @@ def beside_params(optimizer: Optimizer) -> str:
 
 def memory_beside(optimizer: Any) -> set[int]:
     """The memory of all tensors that it has elsewhere than in states of parameters, by identity."""
-    seen = {id(optimizer), id(optimizer.param_groups), id(optimizer.state), *map(id, optimizer.param_groups)}
-    found: set[int] = set()
-    for path, value in _roots(optimizer):
-        if path != _OF_PARAM:
-            _collect(value, found, seen, 0)
-    return found
-
-
-def _collect(value: Any, found: set[int], seen: set[int], depth: int) -> None:
-    if isinstance(value, (*_LEAVES, int, Optimizer)) or id(value) in seen or depth == _DEEPEST:
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        found.update(one.untyped_storage()._cdata for one in plain_parts(value) if type(one) in (Tensor, nn.Parameter))
-        return
-    for _, inside in _inside(value):
-        _collect(inside, found, seen, depth + 1)
+    tensors = [value for path, value in _reached(optimizer) if isinstance(value, Tensor) and not path.startswith(_OF_PARAM)]
+    plain = [one for one in plain_parts(tensors) if type(one) in (Tensor, nn.Parameter)]
+    return {one.untyped_storage()._cdata for one in plain}
 
 
 #: The states of a parameter, among the places where an optimizer has something.
 _OF_PARAM = ".state[a parameter]"
 
 
-def _roots(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    for key, value in vars(optimizer).items():
-        # What others put around its methods is none of its own.
-        around = callable(value) and hasattr(type(optimizer), key)
-        if key not in ("state", "param_groups") and not key.endswith("_hooks") and not around:
-            yield f".{key}", value
-    for number, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if key not in OF_PARAMS:
-                yield f".param_groups[{number}][{key!r}]", value
-    for key, value in optimizer.state.items():
-        yield (_OF_PARAM if isinstance(key, Tensor) else f".state[{key!r}]"), value
-
-
-def _find(value: Any, path: str, ids: set[int], seen: set[int], depth: int) -> str:
-    if isinstance(value, _LEAVES):
-        return ""
-    if isinstance(value, Tensor):
-        # Ranges that are no state have a parameter each.
-        return path if id(value) in ids or (isinstance(value, ShardedTensor) and not path.startswith(".state")) else ""
-    if isinstance(value, int):
-        return f"{path} (its id)" if value in ids else ""
-    if id(value) in seen or depth == _DEEPEST:
-        return ""
-    seen.add(id(value))
-    if isinstance(value, Optimizer):
-        own = any(id(param) in ids for param in params_of(value))
-        own = own or any(id(key) in ids for key in value.state)
-        return f"{path}, an optimizer of its own" if own else ""
-    for name, inside in _inside(value):
-        found = _find(inside, f"{path}{name}", ids, seen, depth + 1)
-        if found:
-            return found
-    return ""
+def _reached(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """Everything that it has elsewhere, as far down as it goes, and the way there."""
+    seen = {id(optimizer), id(optimizer.param_groups), id(optimizer.state), *map(id, optimizer.param_groups)}
+    # What others put around its methods is none of its own.
+    around = {f".{key}" for key, value in vars(optimizer).items() if callable(value) and hasattr(type(optimizer), key)}
+    roots = [(path, value) for path, value in _places(optimizer).items() if path not in around]
+    roots += [(_OF_PARAM, value) for key, value in optimizer.state.items() if isinstance(key, Tensor)]
+    waiting = [(path, value, 0) for path, value in reversed(roots)]
+    while waiting:
+        path, value, depth = waiting.pop()
+        if not isinstance(value, _LEAVES):
+            if id(value) in seen or depth == _DEEPEST:
+                continue
+            seen.add(id(value))
+            waiting += [(path + name, inside, depth + 1) for name, inside in reversed(list(_inside(value)))]
+        yield path, value
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
@@ -136,7 +106,46 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
             except ValueError:
                 continue  # not yet filled
     elif isinstance(value, nn.Module):
-        yield ".parameters()", list(tree.parameters(value))
-    elif hasattr(value, "__dict__"):
+        for param in tree.parameters(value):
+            yield ".parameters()[...]", param
+    elif hasattr(value, "__dict__") and not isinstance(value, Optimizer):
         for key, item in list(vars(value).items()):
             yield f".{key}", item
+
+
+def numbers_of(optimizer: Any) -> dict[str, str]:
+    """Texts that are the same, by where in the optimizer they are, where two optimizers keep the same options and counters."""
+    return {path: _text(value, frozenset()) for path, value in _places(optimizer).items()}
+
+
+def _places(optimizer: Any) -> dict[str, Any]:
+    """What it has that is no parameter and no state of one."""
+    own, loose, *groups = of_no_param(optimizer)
+    places = {f".{key}": value for key, value in own.items()}
+    for number, group in enumerate(groups):
+        places |= {f".param_groups[{number}][{key!r}]": value for key, value in group.items()}
+    return places | {f".state[{key!r}]": value for key, value in loose.items()}
+
+
+def _text(value: Any, above: frozenset[int]) -> str:
+    kind, inside = type(value).__name__, above | {id(value)}
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)} {value.detach().double().sum().item() if value.numel() else 0}"
+    if isinstance(value, torch.Generator):
+        return f"{hash(value.get_state().numpy().tobytes())}"
+    if isinstance(value, Optimizer) or id(value) in above:
+        return kind
+    if isinstance(value, ATOMIC):
+        # The text of a function has its address.
+        return kind if callable(value) else repr(value)
+    if isinstance(value, nn.Module):
+        return f"{kind} {_text([module._buffers for module in tree.modules(value)], inside)}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_text(k, inside)}: {_text(v, inside)}' for k, v in value.items())}}}"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(_text(one, inside) for one in value))}}}"
+    if isinstance(value, (list, tuple, deque)):
+        return f"[{', '.join(_text(one, inside) for one in value)}]"
+    if hasattr(value, "__dict__"):
+        return f"{kind} {_text(vars(value), inside)}"
+    return f"{kind} {repr(value) if ' at 0x' not in repr(value) else ''}"

@@ -1,8 +1,5 @@
 """``[optimizer] rounding = "stochastic"``: bf16 parameters are their own masters, updated in fp32 and rounded stochastically.
 
-``choose_kernel.py`` puts it around the arithmetic of torch; ``numba_kernel.py`` asks it for the noise of its own passes;
-checkpoints save what ``state`` gives.  It never keeps an fp32 copy of a parameter past the update of its flat.
-
 Note: [Stand-ins]
     While torch updates a flat, the optimizer's groups hold fp32 stand-ins for its bf16 parameters: the same ranges, the same
     gradients, both widened, and the parameters' own states, which so are made and kept in fp32 (moments in bf16 would lose
@@ -22,7 +19,8 @@ from offload.errors import CapabilityError
 from offload.kernels import Noise, noise_for, round_to_bf16
 from offload.policy import Policy
 from zhooks.layout import Group
-from zhooks.optim.kernel import Arguments, FlatUpdate, TorchKernel, step_groups
+from zhooks.optim.groups import Arguments
+from zhooks.optim.kernel import FlatUpdate, TorchKernel, step_groups
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat
 
@@ -39,14 +37,14 @@ class Rounding:
         self.seed, self.stochastic = seed, stochastic
         self._counts: dict[str, int] = {}
 
-    def next(self, name: str) -> Noise:
-        """The noise of the coming rounding of the parameter ``name``, which counts as made."""
-        count = self._counts[name] = self._counts.get(name, 0) + 1
-        return noise_for(self.seed, name, count)
-
     def over(self, flat: Flat, index: int) -> Iterator[tuple[slice, Noise]]:
-        """The same for this rank's range of a parameter: noise goes by the place in the parameter, so run by run of it."""
-        noise, first = self.next(flat.specs[index].name), flat.span(index)[0]
+        """The noise of the coming rounding of a parameter, which counts as made, for this rank's range of it.
+
+        Noise goes by the place in the parameter, so run by run of it.
+        """
+        name, first = flat.specs[index].name, flat.span(index)[0]
+        count = self._counts[name] = self._counts.get(name, 0) + 1
+        noise = noise_for(self.seed, name, count)
         for run in flat.group.pieces(index):
             yield slice(run.local - first, run.local - first + run.numel), noise.at(run.start)
 
@@ -59,28 +57,19 @@ class Rounding:
         self.seed, self._counts = int(state["seed"]), {str(name): int(count) for name, count in state["counts"].items()}
 
 
-class RoundedKernel:
+class RoundedKernel(TorchKernel):
     """torch's arithmetic in fp32 over bf16 parameters; see Note [Stand-ins]."""
 
     def __init__(self, rounding: Rounding) -> None:
-        self._rounding, self._inner = rounding, TorchKernel()
-
-    def writes_copy(self, flat: Flat) -> bool:
-        return False
-
-    def apart(self, optimizer: Optimizer) -> bool:
-        return self._inner.apart(optimizer)
-
-    def check(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:
-        self._inner.check(optimizer, update, arguments)
+        self._rounding = rounding
 
     def update(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:
         if update.flat.kind.master is not torch.bfloat16:
-            self._inner.update(optimizer, update, arguments)
+            super().update(optimizer, update, arguments)
             return
         index = {id(param): number for number, param in enumerate(update.flat.params)}
         with torch._C.DisableTorchFunctionSubclass():
-            pairs = {param: _widened(param) for param in update.params() if param.grad is not None}
+            pairs: dict[Any, Any] = {param: _widened(param) for param in update.params() if param.grad is not None}
         _hand_over(optimizer, pairs)
         try:
             groups = [tuple(pairs[param] for param in group if param in pairs) for group in update.groups]
@@ -88,13 +77,9 @@ class RoundedKernel:
         finally:
             _hand_over(optimizer, {stand: param for param, stand in pairs.items()})
         for param, stand in pairs.items():
-            self._round(update.flat, index[id(param)], param, stand)
-
-    def _round(self, flat: Flat, index: int, param: Any, stand: Any) -> None:
-        narrow, wide = param._local, stand._local
-        for at, noise in self._rounding.over(flat, index):
-            round_to_bf16(wide[at], narrow[at], noise)
-        param._written()
+            for at, noise in self._rounding.over(update.flat, index[id(param)]):
+                round_to_bf16(stand._local[at], param._local[at], noise)
+            param._written()
 
 
 def _widened(param: Any) -> nn.Parameter:

@@ -1,8 +1,5 @@
 """Updates flat buffers over tiers: flat k + 1 is fetched while k is updated, and k - 1 is written back meanwhile.
 
-``step_hooks.py`` has a step's flats updated here, ``overlap.py`` one at a time in backward.  It decides neither when, nor by
-what arithmetic: ``choose_kernel.py`` says that.
-
 Note: [One step, many calls]
     The optimizer's ``step`` is called once a flat, with the arguments it was given and ``param_groups`` narrowed to the
     flat's parameters: for element-wise optimizers that is the same arithmetic, bit for bit.  What a call changes beside the
@@ -22,31 +19,60 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.device import computes_on_host
 from offload.errors import BudgetError, ShardedOpError, ZhooksError
 from offload.events import HERE, Bus
+from offload.policy import Policy
 from offload.store import Block, BlockRange, Lease, Mode, Store
 from offload.text import counted
 from offload.tier import Tier
 from zhooks.layout import Kind
-from zhooks.optim.choose_kernel import Choice
-from zhooks.optim.counters import options_kept
-from zhooks.optim.kernel import Arguments, FlatUpdate, Kernel, grad_of, updates_of
-from zhooks.optim.states import sharded_states
+from zhooks.optim.groups import Arguments, grad_of, group_options, options_kept, same_options
+from zhooks.optim.kernel import FlatUpdate, TorchKernel, sharded_states, updates_of
+from zhooks.optim.numba_kernel import NumbaKernel
+from zhooks.optim.rounding import RoundedKernel, Rounding
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, State
 
-__all__ = ["Updater", "group_options", "same_options"]
+__all__ = ["Fetched", "Mine", "Updater", "choices_of"]
 
 #: New states an optimizer makes with the allocator, once each, before what they leave there is returned.
 _MADE_NBYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How one flat is updated, and where: DEVICE or HOST."""
+
+    kernel: TorchKernel
+    place: Tier
+
+
+def choices_of(policy: Policy, rounding: Rounding) -> Callable[[Kind], Choice]:
+    """From a flat's kind to how it is updated: the one place that chooses.
+
+    Args:
+        rounding: the attachment's noise, used where the policy rounds stochastically.
+    """
+    stochastic = rounding if policy.optimizer.rounding == "stochastic" else None
+    plain = TorchKernel() if stochastic is None else RoundedKernel(stochastic)
+    chosen = NumbaKernel(stochastic) if policy.optimizer.kernel == "numba" else plain
+    place = Tier.HOST if policy.optimizer.compute == "host" else Tier.DEVICE
+
+    def choice(kind: Kind) -> Choice:
+        if place is Tier.DEVICE or kind.tiers.optimizer is not Tier.DEVICE:
+            return Choice(chosen, place)
+        # What device_share keeps there; our own kernels run on CPUs.
+        return Choice(chosen if kind.device.type == "cpu" else plain, Tier.DEVICE)
+
+    return choice
 
 
 class _Present(threading.local):
@@ -60,17 +86,33 @@ Mine = tuple[Optimizer, FlatUpdate]
 
 
 class Fetched(ExitStack):
-    """Everything an update needs, on its way to where it is computed.
+    """Blocks on their way to where they are needed.
 
-    ``close`` once the update was made: changes start on their way back.  Where something is raised inside, they are given up.
+    ``close`` once they were used: changes start on their way back.  Where something is raised inside, they are given up.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.leases: list[Lease] = []
 
+    @classmethod
+    def begin(cls, store: Store, wanted: Iterable[tuple[Block | None, Mode]], place: Tier) -> Fetched:
+        """Start bringing these blocks, each once, to ``place``.
+
+        Raises:
+            BudgetError, TierError: they do not fit, or an earlier write-back failed; nothing stays fetched.
+        """
+        fetched = cls()
+        with ExitStack() as undo:
+            undo.push(fetched)
+            for block, mode in {id(block): (block, mode) for block, mode in wanted}.values():
+                if block is not None:
+                    fetched.leases.append(fetched.enter_context(store.fetched(block, place, mode)))
+            undo.pop_all()
+        return fetched
+
     def wait(self) -> None:
-        """Until it is there."""
+        """Until they are there."""
         for lease in self.leases:
             lease.wait()
 
@@ -105,7 +147,7 @@ class Updater:
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._present = _Present()
 
-    def kernel_of(self, flat: Flat) -> Kernel:
+    def kernel_of(self, flat: Flat) -> TorchKernel:
         """What updates it."""
         return self._choice_of(flat.kind).kernel
 
@@ -120,11 +162,13 @@ class Updater:
 
     def updates(self, optimizer: Optimizer, without: Set[int] = frozenset()) -> list[FlatUpdate]:
         """What a step of the optimizer has to do here, flat by flat; ``without`` parameters of these identities."""
-        return sorted(updates_of(optimizer, self.flats(), without), key=lambda one: self._turn(one.flat))
 
-    def _turn(self, flat: Flat) -> tuple[bool, bool, int]:
-        """What a step's flats are sorted by; see Note [Both sides at once]."""
-        return self.place_of(flat) is Tier.HOST, flat.kind.tiers.optimizer is Tier.DEVICE, flat.number
+        def turn(update: FlatUpdate) -> tuple[bool, bool, int]:
+            # See Note [Both sides at once].
+            flat = update.flat
+            return self.place_of(flat) is Tier.HOST, flat.kind.tiers.optimizer is Tier.DEVICE, flat.number
+
+        return sorted(updates_of(optimizer, self.flats(), without), key=turn)
 
     def check(self, optimizer: Optimizer, updates: Sequence[FlatUpdate], arguments: Arguments) -> None:
         """Before anything of a step is updated.
@@ -169,7 +213,13 @@ class Updater:
                         now = group_options(optimizer)
                     done += 1
                     self.put_away(optimizer, update.flat)
-                    _check_options(optimizer, now, end)
+                    if end is not None and not same_options(now, end):
+                        raise ShardedOpError(
+                            f"{type(optimizer).__name__} cannot be used with tiers. Expected an optimizer that updates each "
+                            "element by itself, because its states are on tiers; found that the options of its groups depend "
+                            'on all parameters at once. Use tier = "device" for [parameter], [gradient] and [optimizer], or '
+                            "another optimizer."
+                        )
                     end = now
                     fetched.close()
             self._known.add(optimizer)
@@ -191,26 +241,18 @@ class Updater:
         Raises:
             BudgetError, TierError: they do not fit, or an earlier write-back failed; nothing stays fetched.
         """
-        wanted: dict[int, tuple[Block, Mode]] = {}
-        place = self.place_of(mine[0][1].flat)
+        flat = mine[0][1].flat
+        place, wanted = self.place_of(flat), list[tuple[Block | None, Mode]]()
         for optimizer, update in mine:
-            if place is Tier.HOST and not computes_on_host(update.flat.kind.device):
+            if place is Tier.HOST and not computes_on_host(flat.kind.device):
                 self._bring_strays(optimizer, update)
             for param in update.params():
                 for tensor in (param, grad_of(param), *optimizer.state.get(param, {}).values()):
-                    block = tensor._block if isinstance(tensor, ShardedTensor) else None
-                    if block is not None:
-                        wanted[id(block)] = (block, Mode.UPDATE)
-            copy = update.flat.storage.copy
-            if copy is not None and self.kernel_of(update.flat).writes_copy(update.flat):
-                wanted[id(copy)] = (copy, Mode.WRITE_ALL)
-        fetched = Fetched()
-        with ExitStack() as undo:
-            undo.push(fetched)
-            for block, mode in wanted.values():
-                fetched.leases.append(fetched.enter_context(self._store.fetched(block, place, mode)))
-            undo.pop_all()
-        return fetched
+                    if isinstance(tensor, ShardedTensor):
+                        wanted.append((tensor._block, Mode.UPDATE))
+        if self.kernel_of(flat).writes_copy(flat):
+            wanted.append((flat.storage.copy, Mode.WRITE_ALL))
+        return Fetched.begin(self._store, wanted, place)
 
     def _bring_strays(self, optimizer: Optimizer, update: FlatUpdate) -> None:
         """States and gradients that a load or a freeze left on the device: the update is computed on the host."""
@@ -249,25 +291,24 @@ class Updater:
         kinds: dict[tuple[str, torch.dtype], list[tuple[int, ShardedTensor]]] = {}
         for index, key, state in sharded_states(flat, optimizer):
             kinds.setdefault((key, state.dtype), []).append((index, state))
-        for (key, _), states in sorted(kinds.items(), key=lambda kind: str(kind[0])):
-            new = [(index, state) for index, state in states if state._block is None]
-            if new:
-                self._move_in(flat, key, new, next((state._block for _, state in states if state._block is not None), None))
-
-    def _move_in(self, flat: Flat, key: str, states: Sequence[tuple[int, ShardedTensor]], block: Block | None) -> None:
-        fresh = block is None
-        if block is None:
-            name = f"optimizer/{key}/{flat.name}"
-            block = self._store.put(name, flat.shard_numel, states[0][1].dtype, flat.kind.tiers.optimizer)
-        with self._store.lease(block, self.place_of(flat), Mode.WRITE_ALL if fresh else Mode.UPDATE) as values:
+        for (key, dtype), states in sorted(kinds.items(), key=lambda kind: str(kind[0])):
+            blocks = [state._block for _, state in states]
+            new = [one for one, block in zip(states, blocks, strict=True) if block is None]
+            if not new:
+                continue
+            block = next((block for block in blocks if block is not None), None)
+            fresh = block is None
+            if block is None:
+                block = self._store.put(f"optimizer/{key}/{flat.name}", flat.shard_numel, dtype, tier)
+            with self._store.lease(block, self.place_of(flat), Mode.WRITE_ALL if fresh else Mode.UPDATE) as values:
+                if fresh:
+                    values.zero_()
+                for index, state in new:
+                    flat.local(index, values).copy_(state._local)
+            for index, state in new:
+                state._at, state._on = BlockRange(block, *flat.span(index)), flat.kind.device
             if fresh:
-                values.zero_()
-            for index, state in states:
-                flat.local(index, values).copy_(state._local)
-        for index, state in states:
-            state._at, state._on = BlockRange(block, *flat.span(index)), flat.kind.device
-        if fresh:
-            self._store.passed(block.nbytes, _MADE_NBYTES)
+                self._store.passed(block.nbytes, _MADE_NBYTES)
 
 
 def _how_far(error: ZhooksError, done: int, count: int) -> str:
@@ -281,40 +322,3 @@ def _how_far(error: ZhooksError, done: int, count: int) -> str:
 
 def _with_gradients(updates: Sequence[FlatUpdate]) -> list[FlatUpdate]:
     return [update for update in updates if any(grad_of(param) is not None for param in update.params())]
-
-
-def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What the groups hold beside their parameters: options and counters, as they are now."""
-    return [{key: _copied(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _check_options(optimizer: Optimizer, now: list[dict[str, Any]], before: list[dict[str, Any]] | None) -> None:
-    """What one of many calls made of the groups is what another made of them.
-
-    Raises:
-        ShardedOpError: it is not: the optimizer's step depends on all parameters at once.
-    """
-    if before is not None and not same_options(now, before):
-        raise ShardedOpError(
-            f"{type(optimizer).__name__} cannot be used with tiers. Expected an optimizer that updates each element by itself, "
-            "because its states are on tiers; found that the options of its groups depend on all parameters at once. Use tier "
-            "= \"device\" for [parameter], [gradient] and [optimizer], or another optimizer."
-        )
-
-
-def same_options(one: Sequence[dict[str, Any]], two: Sequence[dict[str, Any]]) -> bool:
-    """Whether groups held the same at two times."""
-    return all(
-        before.keys() == now.keys() and all(_equal(before[key], now[key]) for key in before)
-        for before, now in zip(one, two, strict=True)
-    )
-
-
-def _equal(one: Any, two: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(two, Tensor):
-        return torch.equal(one, two)
-    return bool(one == two)

@@ -4,7 +4,7 @@
 the user's and allocates nothing on the device.
 
 Note: [States ahead]
-    Only an optimizer knows what it will keep.  So a stand-in steps once (`zhooks.optim.stand_in`), and what it then holds in
+    Only an optimizer knows what it will keep.  So a stand-in steps once (`zhooks.optim.stand_in_of`), and what it then holds in
     the shape of its parameters is what ours will hold of ours.
 """
 
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from offload.tier import Tier
 from zhooks.layout import UnitPlan
-from zhooks.optim import OwnedStates, Place, grad_of, nbytes_of, stand_in_of, tensors_in, vectors_in
+from zhooks.optim import OwnedStates, StateKind, grad_of, nbytes_of, stand_in_of, tensors_in, vectors_in
 
 __all__ = ["Stored", "Whole", "state_nbytes", "stored_states"]
 
@@ -46,7 +46,7 @@ def state_nbytes(
     """
     numels = {id(param): numel for unit in units for param, numel in _on_device(unit, rank)}
     numels.update((id(param), param.numel()) for param, _ in ignored if param.requires_grad)
-    held, coming = 0, list[tuple[Place, int]]()
+    held, coming = 0, list[tuple[StateKind, int]]()
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             numel = numels.get(id(param), 0)
@@ -134,7 +134,7 @@ def _itemsize(states: Any, shape: torch.Size) -> int:
     return sum(value.dtype.itemsize for value in values if isinstance(value, Tensor) and value.dim() and value.shape == shape)
 
 
-def _made(optimizer: Optimizer, places: set[Place]) -> dict[Place, int] | None:
+def _made(optimizer: Optimizer, places: set[StateKind]) -> dict[StateKind, int] | None:
     """Bytes of state an element that a first step of this optimizer makes for parameters of each kind."""
     if not places:
         return {}

@@ -54,7 +54,7 @@ class Budgets:
 
 
 def admit_step(session: Session, step: Step) -> None:
-    """Before every step.  Collective at a first step, if there is a budget.
+    """Before every step of the model's.  Collective at a first step, if there is a budget.
 
     Raises:
         BudgetError: the states would not fit; nothing has been updated, on any rank.
@@ -64,22 +64,21 @@ def admit_step(session: Session, step: Step) -> None:
         return
     budgets, optimizer, groups = session.budgets, step.optimizer, len(step.optimizer.param_groups)
     if budgets.limit is not None and budgets.on_device.get(optimizer) != groups:
-        if step.ours:
-            after = " Nothing has been updated: call attachment.apply(policy), then repeat the optimizer's step."
-            headroom = _on_device(session, budgets.limit, {*budgets.on_device, optimizer}, after)
-            session.keep_within(headroom.spare)
-            if optimizer not in headroom.foreseen:
-                budgets.unforeseen.add(optimizer)
+        after = " Nothing has been updated: call attachment.apply(policy), then repeat the optimizer's step."
+        headroom = _on_device(session, budgets.limit, {*budgets.on_device, optimizer}, after)
+        session.keep_within(headroom.spare)
+        if optimizer not in headroom.foreseen:
+            budgets.unforeseen.add(optimizer)
         budgets.on_device[optimizer] = groups
     bounds = states_bounds(session.tiers.limits)
     if bounds and budgets.on_tiers.get(optimizer) != groups:
-        for tier, limit in bounds.items() if step.ours else ():
+        for tier, limit in bounds.items():
             check_states(session.policy, session.plans(), session.comm, tier, limit, {*budgets.on_tiers, optimizer})
         budgets.on_tiers[optimizer] = groups
 
 
 def count_step(session: Session, step: Step) -> None:
-    """After every step.  Collective after the first step of an optimizer whose states could not be foreseen.
+    """After every step of the model's.  Collective after the first step of an optimizer whose states could not be foreseen.
 
     Raises:
         BudgetError: its states do not fit; the step has been made on every rank, and the next one is refused.

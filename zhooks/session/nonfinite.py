@@ -132,7 +132,7 @@ class NonFinite:
             NonFiniteError: the step would use gradients that are not finite; on every rank, and nothing has been updated.
         """
         optimizer, closure = step.optimizer, step.closure
-        if self._hooks is None or not step.ours:
+        if self._hooks is None:
             return
         if self._runtime.scaling.on or getattr(optimizer, "found_inf", None) is not None:
             self._runtime.due()

@@ -56,21 +56,17 @@ def open_session(plan: Plan, comm: Comm, undo: ExitStack, choice: Chosen | None)
         )  # fmt: skip
         stock = StockState(model, units, comm, runtime.conclude, ignored)
         owners = Owners(lambda: flats_of(units), comm, admit=whole_updater)
-        optimizers = Optimizers(partial(ignored.parameters, model), comm.stage, stock, owners)
+        optimizers = Optimizers(partial(ignored.parameters, model), comm.stage, owners, stock.check_autocast, stock.watch)
         nonfinite = NonFinite(comm, units, runtime, steps, virtual=device.type == NAME)
         reducer = runtime.reducer
         closures = Closures(comm.world, lambda: session.policy.gradient.reduce == "mean", lambda: reducer.out_of_batches)
         # The first of them comes before what hides parameters from a step that is skipped.
         before: list[Callable[[Step], None]] = [
-            lambda step: _reduce_held(runtime, step), optimizers.before, lambda step: admit_step(session, step),
-            lambda step: runtime.scaling.before_step(step.optimizer, step.closure),
+            lambda _: _reduce_held(runtime), optimizers.before, lambda step: admit_step(session, step),
+            lambda step: step.hidden.extend(runtime.scaling.before_step(step.optimizer, step.closure)),
             nonfinite.before, steps.before, lambda step: _stepper(session).before(step), closures.before,
         ]  # fmt: skip
-        # What was hidden is back before anybody asks whose step it was.
-        after: list[Callable[[Step], None]] = [
-            lambda step: count_step(session, step), lambda _: runtime.scaling.restore(), steps.after,
-            lambda step: _stepper(session).after(step),
-        ]  # fmt: skip
+        after: list[Callable[[Step], None]] = [lambda step: count_step(session, step), steps.after]
         pipeline, casts, budgets = StepPipeline(runtime.scaling.is_mine, before, after), Casts(runtime.scaling), Budgets()
         budgets.begin(plan.headroom)
     session = Session(
@@ -134,12 +130,12 @@ def _stepper(session: Session) -> Stepper:
     return session.stepper
 
 
-def _reduce_held(runtime: Runtime, step: Step) -> None:
+def _reduce_held(runtime: Runtime) -> None:
     """At a step, gradients are those of all backward passes so far: what ``no_sync`` holds back is reduced first.
 
     DistributedDataParallel would step with each rank's own gradients, so that its ranks train apart.
     """
-    if step.ours and runtime.reducer.held:
+    if runtime.reducer.held:
         runtime.reduce_held()
 
 

@@ -180,6 +180,7 @@ class Session:
 
     def end_steps(self) -> None:
         """Leave optimizers to torch again."""
+        self.pipeline.restore()
         if self.stepper is not None:
             self.stepper.close()
 

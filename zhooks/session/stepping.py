@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
@@ -25,10 +26,7 @@ def open_stepper(session: Session) -> Stepper:
     """What steps optimizers over the current tiers, by the current policy."""
     policy, runtime, store, optimizers = session.policy, session.runtime, session.tiers.store, session.optimizers
     reducer, bus, ahead = runtime.reducer, session.bus, min(session.policy.schedule.prefetch, 1)
-
-    def flats() -> list[Flat]:
-        return flats_of(session.units)
-
+    flats = partial(flats_of, session.units)
     updater: Updater | None = None
     overlap: Overlap | None = None
     if store is not None:
@@ -51,7 +49,7 @@ def open_stepper(session: Session) -> Stepper:
             opened.append(updater_of(optimizers.owners, shard, bus, policy.comm.buffer, store, ahead, 2 * STAGED_NBYTES))
         opened[0].step(optimizer, updates, arguments)
 
-    return Stepper(optimizers.owners, update_whole, updater, flats if updater is None else updater.flats, runtime.due, overlap)
+    return Stepper(optimizers.owners, update_whole, updater, flats, runtime.due, overlap)
 
 
 def whole_updater(optimizer: Optimizer) -> type[WholeUpdater]:

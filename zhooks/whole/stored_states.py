@@ -1,8 +1,5 @@
 """The states of a parameter that is updated whole, on the tier they are placed on: one block a parameter, between its steps.
 
-``tiers.py`` has them brought into memory before the owner's step and put away after it, ``build/`` where they were moved
-or loaded.  It never decides when, and knows nothing of parameters.
-
 Note: [Any states]
     States are whatever the optimizer keeps: tensors of any shape, in lists, tuples and dicts, replaced by others in any step.
     All strided tensors on the device but single numbers go to the block, those that share memory as one run of bytes; a
@@ -12,19 +9,18 @@ Note: [Any states]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.store import Block, Mode, Store
+from offload.store import Mode, Store
 from offload.tier import Tier
-from zhooks.optim import OwnedStates, plain_parts, replaced
+from zhooks.optim import OwnedStates, StoredRuns, plain_parts, replaced
 from zhooks.tensor import StoredTensor, spanned
 
-__all__ = ["Stored", "adopt", "bring", "put_away"]
+__all__ = ["adopt", "bring", "put_away"]
 
 #: New states an optimizer makes with the allocator, before what they leave there is returned.
 _MADE_NBYTES = 16 << 20
@@ -34,42 +30,9 @@ Where = tuple[str, Tier]
 """What a block is called, and the tier that stores it."""
 
 
-class Stored:
-    """The block of one parameter's states, the runs in it, and what stands for tensors there.
-
-    Attributes:
-        runs: where each starts in the block, and its bytes.
-    """
-
-    def __init__(self, block: Block, runs: Mapping[int, int]) -> None:
-        self.block, self.runs = block, dict(runs)
-        self._tensors: dict[Any, StoredTensor] = {}
-
-    def tensor(self, start: int, like: Tensor) -> StoredTensor:
-        """What stands for a tensor that lies there: the same one as long as it does."""
-        key = start, like.dtype, tuple(like.shape), like.stride()
-        if key not in self._tensors:
-            self._tensors[key] = StoredTensor(self.block, start, like)
-        return self._tensors[key]
-
-    def starts_of(self, runs: Sequence[_Run]) -> list[int] | None:
-        """Where each of them is, or can be, in this block; None where they do not come out even."""
-        free = [start for start in self.runs if all(run.start != start for run in runs)]
-        starts: list[int] = []
-        for run in runs:
-            start = run.start if run.start is not None else next((at for at in free if self.runs[at] == run.nbytes), None)
-            if start is None:
-                return None
-            if run.start is None:
-                free.remove(start)
-            starts.append(start)
-        return None if free else starts
-
-
 def bring(states: OwnedStates, values: Tensor | None) -> None:
     """Plain tensors take the places of stored ones: in ``values``, the open block, where they lie there, else copies."""
-    own: Stored | None = states.stored
-    known = dict[int, Tensor]()
+    own, known = states.stored, dict[int, Tensor]()
 
     def plain(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, StoredTensor):
@@ -94,9 +57,9 @@ def put_away(store: Store, states: OwnedStates, values: Tensor | None, where: Wh
         BudgetError, TierError: they do not fit; the states are in memory.
     """
     own = states.stored
-    runs, leaves = _laid(_leaves(states, store.compute, shared), own, values)
+    runs = _laid(_leaves(states, store.compute, shared), own, values)
     try:
-        starts = None if own is None else own.starts_of(runs)
+        starts = None if own is None else _starts_in(own, runs)
         if starts is None:
             own, starts = _anew(store, where, runs)
         elif own is not None and values is not None:
@@ -106,17 +69,37 @@ def put_away(store: Store, states: OwnedStates, values: Tensor | None, where: Wh
             own.block.touch()
     except BaseException:
         # Nothing may refer to memory that a block which is given up is open in.
-        bare = {id(leaf.tensor): leaf.tensor.clone() for leaf in leaves if runs[leaf.run].start is not None}
+        bare = {id(leaf): leaf.clone() for run in runs if run.start is not None for leaf, _ in run.leaves}
         replaced(states, lambda one: bare.get(id(one), one))
         states.stored = None
         raise
     states.stored = own
     if own is not None:
-        stands = {id(leaf.tensor): own.tensor(starts[leaf.run] + leaf.within, leaf.tensor) for leaf in leaves}
+        stands: dict[int, Tensor] = {}
+        for start, run in zip(starts, runs, strict=True):
+            for leaf, within in run.leaves:
+                key = start + within, leaf.dtype, tuple(leaf.shape), leaf.stride()
+                if key not in own.tensors:
+                    own.tensors[key] = StoredTensor(own.block, start + within, leaf)
+                stands[id(leaf)] = own.tensors[key]
         replaced(states, lambda one: stands.get(id(one), one))
 
 
-def _anew(store: Store, where: Where, runs: Sequence[_Run]) -> tuple[Stored | None, list[int]]:
+def _starts_in(own: StoredRuns, runs: Sequence[_Run]) -> list[int] | None:
+    """Where each run is, or can be, in the block; None where they do not come out even."""
+    free = [start for start in own.runs if all(run.start != start for run in runs)]
+    starts: list[int] = []
+    for run in runs:
+        start = run.start if run.start is not None else next((at for at in free if own.runs[at] == run.nbytes), None)
+        if start is None:
+            return None
+        if run.start is None:
+            free.remove(start)
+        starts.append(start)
+    return None if free else starts
+
+
+def _anew(store: Store, where: Where, runs: Sequence[_Run]) -> tuple[StoredRuns | None, list[int]]:
     """A block for these runs, with their bytes in it, and where each is; none where there are none."""
     starts, end = list[int](), 0
     for run in runs:
@@ -131,7 +114,7 @@ def _anew(store: Store, where: Where, runs: Sequence[_Run]) -> tuple[Stored | No
             values[start : start + run.nbytes].copy_(run.values)
         block.touch()
     store.passed(block.nbytes, _MADE_NBYTES)
-    return Stored(block, {start: run.nbytes for start, run in zip(starts, runs, strict=True)}), starts
+    return StoredRuns(block, {start: run.nbytes for start, run in zip(starts, runs, strict=True)}), starts
 
 
 # What lies where.
@@ -139,23 +122,20 @@ def _anew(store: Store, where: Where, runs: Sequence[_Run]) -> tuple[Stored | No
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Bytes that one tensor has, or several that share memory; ``start``: where they are in the open block, if there."""
+    """Bytes that one tensor has, or several that share memory.
+
+    Attributes:
+        start: where they are in the open block, if there.
+        leaves: the tensors that lie in it, each with how many bytes into it.
+    """
 
     values: Tensor
     start: int | None
+    leaves: list[tuple[Tensor, int]]
 
     @property
     def nbytes(self) -> int:
         return self.values.numel()
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """A tensor, the run that it lies in, and how many bytes into it."""
-
-    tensor: Tensor
-    run: int
-    within: int
 
 
 def _leaves(states: OwnedStates, device: torch.device, shared: Set[int]) -> list[Tensor]:
@@ -169,46 +149,32 @@ def _leaves(states: OwnedStates, device: torch.device, shared: Set[int]) -> list
     return list(found.values())
 
 
-def _laid(leaves: Sequence[Tensor], own: Stored | None, values: Tensor | None) -> tuple[list[_Run], list[_Leaf]]:
+def _laid(leaves: Sequence[Tensor], own: StoredRuns | None, values: Tensor | None) -> list[_Run]:
     """The runs that tensors lie in: those of the block, else what their own memory covers, overlaps as one."""
-    runs, out = list[_Run](), list[_Leaf]()
-    at_start: dict[int, int] = {}
+    inside: dict[int, _Run] = {}
     elsewhere: dict[int, list[tuple[int, int, Tensor]]] = {}
     for leaf in leaves:
-        low, high = _covers(leaf)
-        run = None
-        if own is not None and values is not None and leaf.untyped_storage()._cdata == values.untyped_storage()._cdata:
+        low, memory = int(leaf.storage_offset()) * leaf.dtype.itemsize, leaf.untyped_storage()._cdata
+        if own is not None and values is not None and memory == values.untyped_storage()._cdata:
             byte = low - int(values.storage_offset())
-            run = next(((at, nbytes) for at, nbytes in own.runs.items() if at <= byte < at + nbytes), None)
-        if run is None or values is None:
-            elsewhere.setdefault(leaf.untyped_storage()._cdata, []).append((low, high, leaf))
-            continue
-        if run[0] not in at_start:
-            at_start[run[0]] = len(runs)
-            runs.append(_Run(values[run[0] : run[0] + run[1]], run[0]))
-        out.append(_Leaf(leaf, at_start[run[0]], low - int(values.storage_offset()) - run[0]))
+            start = next((at for at, nbytes in own.runs.items() if at <= byte < at + nbytes), None)
+            if start is not None:
+                run = inside.setdefault(start, _Run(values[start : start + own.runs[start]], start, []))
+                run.leaves.append((leaf, byte - start))
+                continue
+        elsewhere.setdefault(memory, []).append((low, low + spanned(leaf), leaf))
+    runs = list(inside.values())
     for covered in elsewhere.values():
         covered.sort(key=lambda one: one[:2])
         while covered:
-            (low, high, _), together = covered[0], list[tuple[int, Tensor]]()
+            (low, high, first), together = covered[0], list[tuple[Tensor, int]]()
             while covered and covered[0][0] < high:
                 begin, end, leaf = covered.pop(0)
                 high = max(high, end)
-                together.append((begin - low, leaf))
-            out.extend(_Leaf(leaf, len(runs), within) for within, leaf in together)
-            runs.append(_Run(_bytes(together[0][1].untyped_storage(), low, high), None))
-    return runs, out
-
-
-def _covers(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its storage that it lies in."""
-    low = int(tensor.storage_offset()) * tensor.dtype.itemsize
-    return low, low + spanned(tensor)
-
-
-def _bytes(storage: torch.UntypedStorage, low: int, high: int) -> Tensor:
-    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage, low, (high - low,), (1,))
+                together.append((leaf, begin - low))
+            empty = torch.empty(0, dtype=torch.uint8, device=first.device)
+            runs.append(_Run(empty.set_(first.untyped_storage(), low, (high - low,), (1,)), None, together))
+    return runs
 
 
 def adopt(store: Store, states: OwnedStates, where: Where, shared: Set[int]) -> None:

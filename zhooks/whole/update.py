@@ -1,7 +1,6 @@
 """Updates parameters whole, each on its owner: ranges of values and gradients travel there, new values travel back.
 
-``optim/step_hooks.py`` has a step's parameters updated here that ``optim/owners.py`` says are whole.  The arithmetic is the
-optimizer's own ``step`` on plain stand-ins; it never decides what is whole, nor who owns it.
+The arithmetic is the optimizer's own ``step`` on plain stand-ins.
 
 Note: [Rounds]
     Parameters travel in rounds: in each, every owner gets at most as many as fit the bound of a buffer, and at least one.
@@ -14,8 +13,8 @@ Note: [Rounds]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,22 +28,25 @@ from offload.events import HERE, Bus
 from offload.store import Store
 from zhooks.comm import CONTROL, GATHER, Call, ControlPlane, Transport, Work
 from zhooks.optim import (
-    OURS,
     Arguments,
     OwnedStates,
     Owners,
     Whole,
     grad_of,
     kept_elsewhere,
+    marked,
+    memory_beside,
     narrowed,
     options_kept,
     step_of,
     tensors_in,
+    with_owners,
 )
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat
-from zhooks.whole.tiers import Ahead, Away, InMemory, OverTiers, store_owned
-from zhooks.whole.update_rounds import Member, Round, by_flat, by_rank, memory_for, planned
+from zhooks.whole.rounds import Member, Round, by_flat, by_rank, memory_for, planned
+from zhooks.whole.stored_states import adopt
+from zhooks.whole.tiers import Ahead, Away, Tiers, where_stored
 
 __all__ = ["WholeUpdater"]
 
@@ -72,14 +74,15 @@ class WholeUpdater:
         self, owners: Owners, shard: Transport, bus: Bus, most_nbytes: int, store: Store | None, ahead: int, stored_nbytes: int
     ) -> None:
         self._owners, self._shard, self._bus, self._most = owners, shard, bus, most_nbytes
-        self._tiers = InMemory() if store is None else OverTiers(store, ahead)
-        self._most_stored = min(most_nbytes, stored_nbytes)
+        self._tiers, self._most_stored = Tiers(store, ahead), min(most_nbytes, stored_nbytes)
         self._planned: weakref.WeakKeyDictionary[Optimizer, tuple[Any, list[Round]]] = weakref.WeakKeyDictionary()
 
     @staticmethod
     def adopt(store: Store, optimizer: Optimizer, flat: Flat) -> None:
         """States of a flat's parameters that were moved or loaded go to their tier."""
-        store_owned(store, optimizer, flat)
+        shared = memory_beside(optimizer)
+        for _, states in with_owners(optimizer, flat.params):
+            adopt(store, states, where_stored(flat), shared)
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, updates: Sequence[Whole], arguments: Arguments) -> None:
@@ -124,79 +127,75 @@ class WholeUpdater:
 
     def _step_alone(self, optimizer: Optimizer, mine: Sequence[Whole], arguments: Arguments) -> None:
         """Those that this rank has all of: where they lie, together; what is fetched, in rounds."""
-        planned = [[one for one in mine if not self._tiers.stored(one)]]
-        away = [one for one in mine if self._tiers.stored(one)]
-        planned = [*filter(None, planned), *by_flat(away, self._most_stored)]
-        with closing(Ahead(self._tiers, optimizer, planned)) as ahead:
-            for number, members in enumerate(planned):
+        here, away = [one for one in mine if not self._tiers.stored(one)], [one for one in mine if self._tiers.stored(one)]
+        going = [*filter(None, [here]), *by_flat(away, self._most_stored)]
+        with closing(Ahead(self._tiers, optimizer, going)) as ahead:
+            for number, members in enumerate(going):
                 done = number
                 try:
                     now = ahead.next()
                     now.wait()
-                    for one, value in self._stepped(optimizer, [(one, *_whole_of(one)) for one in members], arguments):
-                        _write(one, one.spec.pick(value))
+                    whole = [(one, one.spec.within(_value(one), 0), one.spec.within(_gradient(one), 0)) for one in members]
+                    for one, value in self._stepped(optimizer, whole, arguments):
+                        local, values = _value(one), one.spec.pick(value)
+                        if local.data_ptr() != values.data_ptr():
+                            local.copy_(values)
+                        _wrote(one)
                     done += 1
                     self._tiers.written(members)
                     now.close()
                 except Exception as error:
-                    error.add_note(_half_done(f"{done} of {len(planned)}", "parameters and states"))
+                    error.add_note(_half_done(f"{done} of {len(going)}", "parameters and states"))
                     raise
 
     def _step_shared(self, optimizer: Optimizer, updates: Sequence[Whole], arguments: Arguments) -> None:
         going = self._rounds(optimizer, updates)
+        count = len(going)
         with closing(Ahead(self._tiers, optimizer, [now.updates for now in going])) as ahead:
             late: Exception | None = None
-            away, coming = self._begin(ahead, going[0], late, 0, len(going)) if going else (Away(), None)
+            coming = self._begin(ahead, going[0], late, f"0 of {count}") if going else None
             for number, now in enumerate(going):
                 assert coming is not None
-                arrived, held, coming = coming, away, None
+                (held, arrived), coming, done = coming, None, f"{number} of {count}"
                 arrived.work.wait()
                 late = _raised(held.sent) or late
-                if number + 1 < len(going):
-                    away, coming = self._begin(ahead, going[number + 1], late, number, len(going))
-                values = self._computed(optimizer, arrived, coming, arguments, f"{number} of {len(going)}")
+                if number + 1 < count:
+                    coming = self._begin(ahead, going[number + 1], late, done)
+                try:
+                    with self._on_all(_half_done(done, "states")):
+                        values = self._update(optimizer, arrived, arguments)
+                except Exception:
+                    if coming is not None:
+                        coming[1].work.wait()  # it would be taken for what comes next
+                    raise
                 del arrived
                 self._return(now, values)
                 del values
                 late = _raised(partial(self._tiers.written, now.updates)) or _raised(held.close) or late
             if any(now.stored for now in going):
-                self._agree(late, f"{len(going)} of {len(going)}")
+                self._agree(late, f"{count} of {count}")
 
-    def _begin(
-        self, ahead: Ahead, now: Round, late: Exception | None, done: int, count: int
-    ) -> tuple[Away, _Arriving]:
+    def _begin(self, ahead: Ahead, now: Round, late: Exception | None, done: str) -> tuple[Away, _Arriving]:
         """Start sending a round.  Nothing is sent to anybody before what it needs is there on all ranks."""
         away = ahead.next()
         if now.stored:
-            try:
-                if late is None:
-                    away.wait()
-            except Exception as error:
-                late = error
-            self._agree(late, f"{done} of {count}")
+            self._agree(late or _raised(away.wait), done)
         return away, self._send(now)
-
-    def _computed(
-        self, optimizer: Optimizer, arrived: _Arriving, coming: _Arriving | None, arguments: Arguments, done: str
-    ) -> list[list[Tensor]]:
-        """The new values of a round, once all owners have theirs.  Collective."""
-        try:
-            with ControlPlane(self._shard, "step").all_or_none():
-                return self._update(optimizer, arrived, arguments)
-        except Exception as error:
-            if coming is not None:
-                coming.work.wait()  # it would be taken for what comes next
-            error.add_note(_half_done(done, "states"))
-            raise
 
     def _agree(self, problem: Exception | None, done: str) -> None:
         """Go on where all ranks can.  Collective."""
+        with self._on_all(f"zhooks: in this step, {done} rounds of parameters that are updated whole were complete."):
+            if problem is not None:
+                raise problem
+
+    @contextmanager
+    def _on_all(self, note: str) -> Iterator[None]:
+        """What is raised inside on some rank is raised on all, with a note.  Collective."""
         try:
             with ControlPlane(self._shard, "step").all_or_none():
-                if problem is not None:
-                    raise problem
+                yield
         except Exception as error:
-            error.add_note(f"zhooks: in this step, {done} rounds of parameters that are updated whole were complete.")
+            error.add_note(note)
             raise
 
     def _rounds(self, optimizer: Optimizer, updates: Sequence[Whole]) -> list[Round]:
@@ -233,7 +232,11 @@ class WholeUpdater:
         for (member, before, _), (one, value) in zip(arrived.whole, updated, strict=True):
             # As long and of the dtype it was, whatever the step put in its place: else it is said before anything is sent.
             member.add_ranges(one.spec.storage_order(value).to(before.dtype).contiguous(), sends)
-            _take_out(optimizer.state[one.param], before)
+            # States that are views of what travelled (a last gradient) would keep all of a round.
+            memory = before.untyped_storage().data_ptr()
+            for tensor in tensors_in(optimizer.state[one.param]):
+                if type(tensor) is Tensor and tensor.untyped_storage().data_ptr() == memory:
+                    tensor.data = tensor.clone()
         return sends
 
     def _return(self, now: Round, sends: Sequence[Sequence[Tensor]]) -> None:
@@ -253,48 +256,42 @@ class WholeUpdater:
     ) -> list[tuple[Whole, Tensor]]:
         """The new values that its step makes of (parameter, value, gradient); states of stand-ins are those of the owner."""
         with self._tiers.states(optimizer, [one for one, _, _ in whole]):
-            return self._stepped_here(optimizer, whole, arguments)
-
-    def _stepped_here(
-        self, optimizer: Optimizer, whole: Sequence[tuple[Whole, Tensor, Tensor]], arguments: Arguments
-    ) -> list[tuple[Whole, Tensor]]:
-        groups: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
-        names: list[list[str]] = [[] for _ in optimizer.param_groups]
-        stand_ins: list[tuple[Whole, nn.Parameter]] = []
-        for one, value, grad in whole:
-            stand_in = nn.Parameter(value, one.param.requires_grad)
-            for key, noted in vars(one.param).items():
-                if key not in OURS:
-                    setattr(stand_in, key, noted)
-            stand_in.grad = grad
-            groups[one.group].append(stand_in)
-            names[one.group].append(one.label)
-            stand_ins.append((one, stand_in))
-        for one, stand_in in stand_ins:
-            optimizer.state[stand_in] = optimizer.state[one.param]
-        name, nbytes = (whole[0][0].flat.name if whole else ""), sum(value.nbytes for _, value, _ in whole)
-        if whole and self._bus.active:
-            self._bus.begin("update", name, nbytes, at=HERE)
-        try:
-            if whole:
+            if not whole:
+                return []
+            groups: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+            names: list[list[str]] = [[] for _ in optimizer.param_groups]
+            stand_ins: list[tuple[Whole, nn.Parameter]] = []
+            for one, value, grad in whole:
+                stand_in = marked(nn.Parameter(value, one.param.requires_grad), one.param)
+                stand_in.grad = grad
+                groups[one.group].append(stand_in)
+                names[one.group].append(one.label)
+                stand_ins.append((one, stand_in))
+                optimizer.state[stand_in] = optimizer.state[one.param]
+            name, nbytes = whole[0][0].flat.name, sum(value.nbytes for _, value, _ in whole)
+            if self._bus.active:
+                self._bus.begin("update", name, nbytes, at=HERE)
+            try:
                 with narrowed(optimizer, groups, names), options_kept(optimizer):
                     step_of(optimizer)(optimizer, *arguments.args, **arguments.kwargs)
-                    self._check_kept(optimizer, [stand_in for _, stand_in in stand_ins])
-        finally:
-            for one, stand_in in stand_ins:
-                _keep(optimizer.state[one.param], optimizer.state.pop(stand_in))
-            if whole and self._bus.active:
-                self._bus.end("update", name, nbytes, at=HERE)
-        return [(one, stand_in.detach()) for one, stand_in in stand_ins]
-
-    def _check_kept(self, optimizer: Optimizer, stand_ins: Sequence[nn.Parameter]) -> None:
-        kept = kept_elsewhere(optimizer, stand_ins)
-        if kept:
-            kind = type(optimizer).__name__
-            raise ShardedOpError(
-                f"{kind}.step expected a step that keeps data about a parameter in state[param], because owner ranks update "
-                f"copies of whole parameters; found parameters in {kind}{kept}. Keep that in state[param]."
-            )
+                    kept, kind = kept_elsewhere(optimizer, [stand_in for _, stand_in in stand_ins]), type(optimizer).__name__
+                    if kept:
+                        raise ShardedOpError(
+                            f"{kind}.step expected a step that keeps data about a parameter in state[param], because owner "
+                            f"ranks update copies of whole parameters; found parameters in {kind}{kept}. Keep that in "
+                            "state[param]."
+                        )
+            finally:
+                for one, stand_in in stand_ins:
+                    own, found = optimizer.state[one.param], optimizer.state.pop(stand_in)
+                    assert isinstance(own, OwnedStates)
+                    if found is not own:
+                        # The step put another dict there.
+                        own.clear()
+                        own.update(found)
+                if self._bus.active:
+                    self._bus.end("update", name, nbytes, at=HERE)
+            return [(one, stand_in.detach()) for one, stand_in in stand_ins]
 
 
 def _raised(action: Callable[[], None]) -> Exception | None:
@@ -304,22 +301,6 @@ def _raised(action: Callable[[], None]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _keep(own: Any, found: Any) -> None:
-    """The states that a step left: in the same dict, or in another that it put there."""
-    assert isinstance(own, OwnedStates)
-    if found is not own:
-        own.clear()
-        own.update(found)
-
-
-def _take_out(states: Any, travelled: Tensor) -> None:
-    """States that are views of what travelled (a last gradient) get memory of their own, for they would keep all of a round."""
-    memory = travelled.untyped_storage().data_ptr()
-    for tensor in tensors_in(states):
-        if type(tensor) is Tensor and tensor.untyped_storage().data_ptr() == memory:
-            tensor.data = tensor.clone()
 
 
 def _value(one: Whole) -> Tensor:
@@ -341,19 +322,6 @@ def _half_done(done: str, more: str) -> str:
         f"zhooks: in this step, {done} rounds of parameters that are updated whole were complete; {more} of one more round may "
         "have been updated, too. Load the last checkpoint before you continue."
     )
-
-
-def _whole_of(one: Whole) -> tuple[Tensor, Tensor]:
-    """Value and gradient of a parameter that this rank has all of: views where they lie."""
-    return one.spec.within(_value(one), 0), one.spec.within(_gradient(one), 0)
-
-
-def _write(one: Whole, values: Tensor) -> None:
-    """New values of this rank's range."""
-    local = _value(one)
-    if local.data_ptr() != values.data_ptr():
-        local.copy_(values)
-    _wrote(one)
 
 
 def _wrote(one: Whole) -> None:

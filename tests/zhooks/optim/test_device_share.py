@@ -26,7 +26,7 @@ from tests.support.tp_runs import train as tp_train
 from tests.support.values import copies, same
 from tests.support.zoo import ZOO
 from zhooks.optim import tensors_in
-from zhooks.optim.counters import options_kept
+from zhooks.optim.groups import options_kept
 from zhooks.optim.overlap import Update
 from zhooks.tensor import StoredTensor
 

@@ -1,10 +1,11 @@
 """Parameters that are updated whole, by round: which travel together, their places on the ranks, and memory for them on owners.
 
-``update.py`` moves and updates them.  It never communicates, nor decides who owns what.
+Every rank plans with the same figures, so that all come to the same rounds.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,7 @@ from torch import Tensor
 
 from offload.device import computes_on_host
 from zhooks.comm import Nbytes
-from zhooks.optim import Whole
-from zhooks.whole.plan_rounds import Matrix, rounds, rounds_by_flat
+from zhooks.optim import Whole, cost_of
 
 __all__ = ["Member", "Round", "by_flat", "by_rank", "memory_for", "planned"]
 
@@ -34,27 +34,18 @@ class Member:
     ranks: tuple[int, ...]
     numels: tuple[int, ...]
 
-    @classmethod
-    def of(cls, one: Whole, world: int) -> Member:
-        layout = one.flat.layout
-        pieces = sorted((piece.start, rank, piece.numel) for rank in range(world) for piece in layout.pieces(one.index, rank))
-        return cls(one, tuple(rank for _, rank, _ in pieces), tuple(numel for _, _, numel in pieces))
-
-    def numel_on(self, rank: int) -> int:
-        return sum(self._of(rank))
+    def numels_on(self, rank: int) -> list[int]:
+        return [numel for holder, numel in zip(self.ranks, self.numels, strict=True) if holder == rank]
 
     def local(self, held: Tensor, rank: int) -> tuple[Tensor, ...]:
         """The ranges that a rank has, of what it holds."""
-        ranges: tuple[Tensor, ...] = held.split(self._of(rank))
+        ranges: tuple[Tensor, ...] = held.split(self.numels_on(rank))
         return ranges
 
     def add_ranges(self, full: Tensor, by_rank: Sequence[list[Tensor]]) -> None:
         """Every range of the whole, 1-D, to those of the rank that has it."""
         for rank, values in zip(self.ranks, full.split(self.numels), strict=True):
             by_rank[rank].append(values)
-
-    def _of(self, rank: int) -> list[int]:
-        return [numel for holder, numel in zip(self.ranks, self.numels, strict=True) if holder == rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,40 +82,77 @@ def planned(
     here, away = [one for one in updates if not stored(one)], [one for one in updates if stored(one)]
     if here and computes_on_host(here[0].flat.kind.device):
         most_nbytes = min(most_nbytes, HOST_ROUND_NBYTES)
-    together = [[here[i] for i in some] for some in rounds(_matrices(here), most_nbytes // _nbytes_each(here))]
     return [
-        *(_round(members, world, stored=False) for members in together),
-        *(_round(members, world, stored=True) for members in by_flat(away, most_stored)),
+        *(_round(together, world, stored=False) for together in _by_shape(here, most_nbytes)),
+        *(_round(together, world, stored=True) for together in by_flat(away, most_stored)),
     ]
+
+
+def _by_shape(updates: Sequence[Whole], most_nbytes: int) -> list[list[Whole]]:
+    """In each round at most so many bytes for every owner, but at least one parameter.
+
+    All of a round are of one dtype; those of one shape go one after the other, so that owners have alike to do.
+    """
+    most, out = _most_numel(updates, most_nbytes), list[list[Whole]]()
+    for dtype in dict.fromkeys(one.flat.kind.master for one in updates):
+        mine = [index for index, one in enumerate(updates) if one.flat.kind.master is dtype]
+        mine.sort(key=lambda index: (-cost_of(updates[index].spec.shape), tuple(updates[index].spec.shape), index))
+        waiting: dict[int, deque[int]] = {}
+        for index in mine:
+            waiting.setdefault(updates[index].owner or 0, deque()).append(index)
+        while any(waiting.values()):
+            together: list[int] = []
+            for queue in waiting.values():
+                numel = 0
+                while queue and (numel == 0 or numel + updates[queue[0]].spec.numel <= most):
+                    numel += max(1, updates[queue[0]].spec.numel)
+                    together.append(queue.popleft())
+            out.append([updates[index] for index in sorted(together)])
+    return out
 
 
 def by_flat(stored: Sequence[Whole], most_nbytes: int) -> list[list[Whole]]:
-    """Which travel together of those that are fetched from tiers."""
-    return [[stored[i] for i in some] for some in rounds_by_flat(_matrices(stored), most_nbytes // _nbytes_each(stored))]
+    """Which travel together of those that are fetched from tiers: in the order of their flats, so that each is fetched about
+    once.
+
+    In each round a rank has at most so many bytes of flats, too, or as many as the largest parameter has: every owner may have
+    one of those.
+    """
+    most = _most_numel(stored, most_nbytes)
+    most_fetched = max([most, *(one.spec.numel for one in stored)])
+    out, load, flats = list[list[Whole]](), dict[int, int](), dict[int, int]()
+    dtypes = list(dict.fromkeys(one.flat.kind.master for one in stored))
+    for one in sorted(stored, key=lambda one: (dtypes.index(one.flat.kind.master), one.flat.number)):
+        flat, owner, numel = one.flat, one.owner or 0, one.spec.numel
+        fetched = sum(flats.values()) + (0 if flat.number in flats else flat.shard_numel)
+        full = (flats and fetched > most_fetched) or (owner in load and load[owner] + numel > most)
+        if not out or full or out[-1][0].flat.kind.master is not flat.kind.master:
+            out.append([])
+            load, flats = {}, {}
+        out[-1].append(one)
+        load[owner] = load.get(owner, 0) + numel
+        flats[flat.number] = flat.shard_numel
+    return out
 
 
-def _matrices(updates: Sequence[Whole]) -> list[Matrix]:
-    return [
-        Matrix(tuple(one.spec.shape), one.flat.kind.master, one.owner or 0, one.flat.number, one.flat.shard_numel)
-        for one in updates
-    ]
-
-
-def _nbytes_each(updates: Sequence[Whole]) -> int:
-    """What an element and its gradient take, at most."""
-    return 2 * max((one.flat.kind.master.itemsize for one in updates), default=1)
+def _most_numel(updates: Sequence[Whole], most_nbytes: int) -> int:
+    """Elements, each with its gradient, that take so many bytes at most."""
+    return most_nbytes // (2 * max((one.flat.kind.master.itemsize for one in updates), default=1))
 
 
 def _round(updates: Sequence[Whole], world: int, *, stored: bool) -> Round:
-    ranks, item = range(world), updates[0].flat.kind.master.itemsize
-    members = tuple(Member.of(one, world) for one in updates)
+    ranks, item, members = range(world), updates[0].flat.kind.master.itemsize, list[Member]()
+    for one in updates:
+        layout = one.flat.layout
+        ranges = sorted((piece.start, rank, piece.numel) for rank in ranks for piece in layout.pieces(one.index, rank))
+        members.append(Member(one, tuple(rank for _, rank, _ in ranges), tuple(numel for _, _, numel in ranges)))
     back = [
-        [item * sum(member.numel_on(reader) for member in members if member.one.owner == owner) for reader in ranks]
+        [item * sum(sum(member.numels_on(reader)) for member in members if member.one.owner == owner) for reader in ranks]
         for owner in ranks
     ]
     # With their gradients values are twice as much.
     there = [[2 * back[owner][writer] for owner in ranks] for writer in ranks]
-    return Round(members, there, back, stored)
+    return Round(tuple(members), there, back, stored)
 
 
 def by_rank(world: int) -> list[list[Tensor]]:
