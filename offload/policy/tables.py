@@ -247,7 +247,7 @@ class Schedule(Table):
     )
     max_reductions: int = words(
         2,
-        does="How many reductions may be in flight before backward waits for the oldest.",
+        does="How many reductions may be in flight before backward waits for the oldest; on a GPU, in bytes of the largest.",
         why="One runs while the next fills; more only take memory for gradients.",
         ge=1,
         le=64,
