@@ -25,7 +25,7 @@ SECONDS: Mapping[str, float] = {
     "zhooks/checkpoint/test_torch_distributed.py": 16, "zhooks/run/test_device_faults.py": 16,
     "zhooks/unit/test_tiers_faults.py": 16, "zhooks/tensor/test_written.py": 15, "zhooks/activation/test_activation.py": 15,
     "test_source_rules.py": 13, "zprof/test_other_gpus.py": 13, "zhooks/attach/test_another_mesh.py": 13,
-    "offload/kernels/test_kernels.py": 13, "zhooks/checkpoint/test_peers.py": 12, "test_site.py": 12,
+    "offload/kernels/test_kernels.py": 13, "zhooks/resilience/test_peers.py": 12, "test_site.py": 12,
     "zhooks/whole/test_owners_tiers.py": 12, "zprof/test_snapshot.py": 12, "zhooks/integrations/test_lightning.py": 11,
     "test_packaging.py": 11, "offload/policy/test_policy_fuzz.py": 11, "hosts/test_lost_hosts.py": 11,
     "zprof/test_operators.py": 10, "zprof/test_hang.py": 10, "zhooks/integrations/test_transformers.py": 10,

@@ -155,7 +155,7 @@ ORDER = {
         "__init__", "integrations", "simulate cpu_transport parallel resilience live report whole",
         "attach", "session", "build", "plan", "checkpoint", "run", "optim", "activation", "grad",
         "unit", "tensor", "comm", "layout",
-        "refusals tiling tree", "compiled keywords", "shadowed",
+        "refusals tiling tree", "compiled keywords rng", "shadowed",
     ),
     "offload": (
         "__init__", "deepspeed dcp", "shards torchfiles", "stash", "store", "kernels", "disk",
@@ -401,7 +401,7 @@ def streams_only_in_device(sources: list[Source]) -> list[str]:
 #: own interfaces; in tables and messages of the others the word is data.
 NAMES_DEVICES = (
     "offload/device/*.py", "offload/virtual/*.py", "offload/allocator/*.py", "offload/policy/tables.py",
-    "zhooks/checkpoint/rng.py",
+    "zhooks/rng.py",
     "tools/zprof/gpu/*.py", "tools/zprof/doctor/gpu.py", "tools/zprof/oom/*.py", "tools/zprof/commands/oom.py",
     "tools/zprof/recording/allocator_history.py", "tools/zprof/recording/kineto.py", "tools/zprof/recording/operators.py",
     "tools/zprof/recording/computing.py", "tools/zprof/recording/sampler.py",

@@ -24,11 +24,12 @@ from offload.errors import (
 )
 from offload.events import Recorder
 from offload.policy import Policy
+from offload.shards import latest
 from zhooks import report as report
 from zhooks import whole as _whole  # noqa: F401  (a simulated first step would count the calls of an import)
 from zhooks.activation import DIVIDERS as _DIVIDERS
 from zhooks.attach import Attachment, attach
-from zhooks.checkpoint import Saving, latest
+from zhooks.checkpoint import Saving
 from zhooks.comm import OPENERS as _OPENERS
 from zhooks.cpu_transport import between_cpus as _between_cpus
 from zhooks.integrations import from_pretrained

@@ -20,8 +20,9 @@ from offload.device import bus_of
 from offload.errors import CapabilityError
 from offload.events import Observer
 from offload.policy import Policy
+from offload.shards import remove_dead_jobs
 from zhooks import tree
-from zhooks.checkpoint import Pretrained, Saving, gathered, remove_dead_jobs, save_full, save_pretrained
+from zhooks.checkpoint import Pretrained, Saving, gathered, save_full, save_pretrained
 from zhooks.comm import meet, open_comm
 from zhooks.grad import ReduceHook
 from zhooks.keywords import explained, explained_methods

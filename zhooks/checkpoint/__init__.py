@@ -2,62 +2,72 @@
 
 from __future__ import annotations
 
-from offload.shards import Series, check_memory, destination, latest, remove_dead_jobs, run_of, when_saved
-from zhooks.checkpoint.background import Progress, Saving
-from zhooks.checkpoint.extra_entry import saved_extra
-from zhooks.checkpoint.full_state_dict import full_state, gathered, load_full_state
-from zhooks.checkpoint.owned_states import check_owned, own_anew, plain_states
-from zhooks.checkpoint.peer_memory import PeerMemory, save_to_peers
-from zhooks.checkpoint.peer_state import Ask, OfferedState, PeerLostError, extra_of, replica_facts, take_over
+from zhooks.checkpoint.background import Saving, Snapshot, SnapshotMemory, host_budget, write_file
+from zhooks.checkpoint.full_optimizer_state import check_owned, own_anew, plain_states
+from zhooks.checkpoint.full_state import StockState, full_state, gathered, load_full_state
+from zhooks.checkpoint.loading import Loading
 from zhooks.checkpoint.pretrained_folder import Pretrained, StockFolders, save_pretrained
-from zhooks.checkpoint.resume import resume
-from zhooks.checkpoint.rng import generators, restore
-from zhooks.checkpoint.save_load import load, save, save_beside
-from zhooks.checkpoint.shard_contents import RunState, check_handed
-from zhooks.checkpoint.snapshot import Snapshot, SnapshotMemory
-from zhooks.checkpoint.state_tree import Packer
-from zhooks.checkpoint.torch_state_dict import StockState
+from zhooks.checkpoint.save_load import load, save, saved_extra
+from zhooks.checkpoint.saved_folder import GAP, Place, Present, SavedFolder, tagged
+from zhooks.checkpoint.saved_ranges import difference
+from zhooks.checkpoint.shard import (
+    DOCUMENT,
+    FileTensor,
+    Piece,
+    RunState,
+    about_run,
+    buffer_name,
+    check_handed,
+    contents,
+    describe,
+    gradient_name,
+    group_names,
+    opened,
+    whole_digests,
+)
+from zhooks.checkpoint.state_tree import Packer, Unpacker
 from zhooks.checkpoint.whole_folder import save_full
 
 __all__ = [
-    "Ask",
-    "OfferedState",
+    "DOCUMENT",
+    "GAP",
+    "FileTensor",
+    "Loading",
     "Packer",
-    "PeerLostError",
-    "PeerMemory",
+    "Piece",
+    "Place",
+    "Present",
     "Pretrained",
-    "Progress",
     "RunState",
+    "SavedFolder",
     "Saving",
-    "Series",
     "Snapshot",
     "SnapshotMemory",
     "StockFolders",
     "StockState",
+    "Unpacker",
+    "about_run",
+    "buffer_name",
     "check_handed",
-    "check_memory",
     "check_owned",
-    "destination",
-    "extra_of",
+    "contents",
+    "describe",
+    "difference",
     "full_state",
     "gathered",
-    "generators",
-    "latest",
+    "gradient_name",
+    "group_names",
+    "host_budget",
     "load",
     "load_full_state",
+    "opened",
     "own_anew",
     "plain_states",
-    "remove_dead_jobs",
-    "replica_facts",
-    "restore",
-    "resume",
-    "run_of",
     "save",
-    "save_beside",
     "save_full",
     "save_pretrained",
-    "save_to_peers",
     "saved_extra",
-    "take_over",
-    "when_saved",
+    "tagged",
+    "whole_digests",
+    "write_file",
 ]

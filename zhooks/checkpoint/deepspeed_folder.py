@@ -1,7 +1,6 @@
 """A checkpoint of DeepSpeed as a folder of one file that this run's loader reads: named flats, states, groups, buffers.
 
-``save_load.py`` opens one where a folder is DeepSpeed's; from then on it is loaded as any other, by ranges, onto any mesh.  It
-decides which of DeepSpeed's names and options stand for which of the run's, and never reads a value before it is asked for.
+From then on it is loaded as any other, by ranges, onto any mesh.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from offload.errors import CheckpointError
 from offload.shards import Entry, Manifest, Record
 from offload.text import counted
 from offload.torchfiles import Stored
-from zhooks.checkpoint.ignored_values import plain_of
 from zhooks.checkpoint.saved_folder import Place, SavedFolder
-from zhooks.checkpoint.shard_contents import (
+from zhooks.checkpoint.shard import (
     DOCUMENT,
     SHARDED,
     RunState,
@@ -35,9 +33,8 @@ from zhooks.checkpoint.shard_contents import (
     tensor_name,
 )
 from zhooks.checkpoint.state_tree import Packer
+from zhooks.checkpoint.whole_values import plain_of
 from zhooks.compiled import plain_name
-
-__all__ = ["deepspeed_folder"]
 
 
 def deepspeed_folder(saved: SavedRun, run: RunState, place: Place) -> SavedFolder:
@@ -47,26 +44,22 @@ def deepspeed_folder(saved: SavedRun, run: RunState, place: Place) -> SavedFolde
         CheckpointError: the optimizer here is another than the one that was saved.
     """
     content = _Content(saved, run)
-    # What the user gave to save_checkpoint, and what DeepSpeed says of the run.
-    extra = {key: value for key, value in saved.about.items() if value is not None} | dict(saved.client)
-    return SavedFolder(saved.path, _manifest(saved, content), place, opened=lambda rank: content, extra=extra)
-
-
-def _manifest(saved: SavedRun, content: _Content) -> Manifest:
     flats = [
         {
-            "name": name, "dtype": str(content.entries[tensor_name(number, "value")].dtype).removeprefix("torch."),
+            "name": name, "dtype": str(param.values[VALUE].dtype).removeprefix("torch."),
             "padded": param.numel, "shard_numel": param.numel, "align": 1,
             "segments": [[0, param.numel]] if param.numel else [],
             "params": [{"name": name, "shape": list(param.shape), "stride": _row_major(param.shape), "start": 0}],
         }
-        for number, (name, param) in enumerate(content.params.items())
+        for name, param in content.params.items()
     ]  # fmt: skip
-    about = {"flats": flats, "places": [[0, 0, 0]], "stage": saved.stage}
     listed = sorted((file.path.name, file.nbytes) for file in saved.files)
     token = xxhash.xxh3_64_hexdigest(json.dumps([listed, str(saved.about), flats]).encode())
     record = Record(name=saved.path.name, nbytes=saved.nbytes, header="", tensors={})
-    return Manifest.of(token, about, [record])
+    manifest = Manifest.of(token, {"flats": flats, "places": [[0, 0, 0]], "stage": saved.stage}, [record])
+    # What the user gave to save_checkpoint, and what DeepSpeed says of the run.
+    extra = {key: value for key, value in saved.about.items() if value is not None} | dict(saved.client)
+    return SavedFolder(saved.path, manifest, place, opened=lambda rank: content, extra=extra)
 
 
 def _row_major(shape: tuple[int, ...]) -> list[int]:
@@ -74,55 +67,46 @@ def _row_major(shape: tuple[int, ...]) -> list[int]:
 
 
 class _Content:
-    """What stands for the file of a rank: tensors by the names that ``contents`` would give them.
+    """What stands for the file of a rank: tensors by the names that ``contents`` would give them, read as by a ShardReader.
 
     Attributes:
         params: those that lie in flats, by their names here.
     """
 
     def __init__(self, saved: SavedRun, run: RunState) -> None:
-        self.path, self._saved, self._run = saved.path, saved, run
-        self._named = {name: param for param in saved.params.values() for name in [_name_here(saved, run, param)]}
-        left = plain_of(run.ignored, "load")
-        self.params = {name: param for name, param in self._named.items() if name not in left}
-        self._sources: dict[str, Values | Stored] = {}
+        self.path = saved.path
         self.entries: dict[str, Entry] = {}
+        self._sources: dict[str, Values | Stored] = {}
+        named = {_name_here(saved, run, param): param for param in saved.params.values()}
+        left = plain_of(run.ignored, "load")
+        self.params = {name: param for name, param in named.items() if name not in left}
+        states: list[Any] = []
         for number, param in enumerate(self.params.values()):
             self._add(tensor_name(number, "value"), param.values[VALUE], (param.numel,))
+            for key, values in _states(param).items() if not run.model_only else ():
+                name = state_name(number, 0, key, values.dtype)
+                self._add(name, values, (param.numel,))
+                states.append([number, 0, key, name, [0]])
         whole = kept_whole(run, "load")
-        buffers: dict[str, Values | Stored] = {plain_name(name): value for name, value in saved.buffers.items()}
-        buffers |= {name: param.values[VALUE] for name, param in self._named.items() if name in left}
-        shapes = {name: param.shape for name, param in self._named.items()}
-        for name, value in buffers.items():
-            shape = shapes[name] if name in shapes else value.shape if isinstance(value, Stored) else ()
+        buffers: dict[str, tuple[Values | Stored, tuple[int, ...]]] = {
+            plain_name(name): (value, value.shape) for name, value in saved.buffers.items()
+        }
+        buffers |= {name: (param.values[VALUE], param.shape) for name, param in named.items() if name in left}
+        for name, (value, shape) in buffers.items():
             self._add(buffer_name(name), value, shape, _widened(value.dtype, whole.get(name)))
-        described = json.dumps(self._described(list(buffers))).encode()
-        self._document = torch.frombuffer(bytearray(described), dtype=torch.uint8)
+        for name, param in named.items() if not run.model_only else ():
+            for key, values in _states(param).items() if name in left else ():
+                self._add(_ignored_state(name, key), values, param.shape)
+        document = {
+            "gradients": [None] * len(self.params), "partials": [None] * len(self.params), "states": states,
+            "optimizers": [] if run.model_only else [_optimizer(run, saved, named)],
+            "buffers": dict.fromkeys(buffers, True), "modules": {}, "objects": {},
+        }  # fmt: skip
+        self._document = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
 
     def _add(self, name: str, source: Values | Stored, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
         self._sources[name] = source
         self.entries[name] = Entry(name, dtype or source.dtype, shape)
-
-    def _described(self, buffers: list[str]) -> dict[str, Any]:
-        """See Note [Document] in shard_contents.py."""
-        states: list[Any] = []
-        document = {
-            "gradients": [None] * len(self.params), "partials": [None] * len(self.params), "states": states,
-            "optimizers": [] if self._run.model_only else [_optimizer(self._run, self._saved, self._named)],
-            "buffers": dict.fromkeys(buffers, True), "modules": {}, "objects": {}, "rounding": {},
-        }  # fmt: skip
-        if not self._run.model_only:
-            for number, param in enumerate(self.params.values()):
-                for key, values in _states(param).items():
-                    name = state_name(number, 0, key, values.dtype)
-                    self._add(name, values, (param.numel,))
-                    states.append([number, 0, key, name, [0]])
-            for name, param in self._named.items():
-                for key, values in _states(param).items() if name not in self.params else ():
-                    self._add(_ignored_state(name, key), values, param.shape)
-        return document
-
-    # What a ShardReader does.
 
     def entry(self, name: str) -> Entry:
         if name not in self.entries:
@@ -130,22 +114,16 @@ class _Content:
         return self.entries[name]
 
     def elements(self, name: str, start: int, numel: int) -> Tensor:
-        """A run of the tensor's elements, new, 1-D on the CPU."""
         return self._sources[name].elements(start, numel).to(self.entry(name).dtype)
 
     def tensor(self, name: str) -> Tensor:
-        """The whole tensor, on the CPU."""
         if name == DOCUMENT:
             return self._document
         entry = self.entry(name)
         return self.elements(name, 0, math.prod(entry.shape)).reshape(entry.shape)
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Compare storages with the checksums that their archives have: those that tensors of these names are the first to use.
-
-        Raises:
-            CheckpointError: bytes are not those that were written.
-        """
+        """Compare storages with the checksums of their archives: those that tensors of these names are the first to use."""
         wanted, seen = set(self.entries if names is None else names), set[tuple[Path, str]]()
         for name, source in self._sources.items():
             for stored in [source] if isinstance(source, Stored) else source.parts:
@@ -190,7 +168,7 @@ def _optimizer(run: RunState, saved: SavedRun, named: Mapping[str, SavedTensor])
     if len(run.optimizers) != 1:
         raise _other(saved, "one optimizer", f"{len(run.optimizers)} here")
     optimizer = run.optimizers[0]
-    groups = group_names(run, optimizer)
+    groups, in_flats = group_names(run, optimizer), {spec.name for flat in run.flats for spec in flat.specs}
     if len(groups) != len(saved.groups):
         raise _other(saved, f"{len(saved.groups)} parameter groups", f"{len(groups)} here")
     like = _state_of(saved, optimizer)
@@ -203,11 +181,9 @@ def _optimizer(run: RunState, saved: SavedRun, named: Mapping[str, SavedTensor])
             what = f"group {number} with {counted(len(wanted), 'parameter')}"
             raise _other(saved, what, f"{len(names)} here, and {min(strange) or 'one of another model'} in only one of the two")
         rows.append({"params": names, "options": packer.pack(_options(saved, optimizer, number, here, kept), "options")})
-        for index, name in enumerate(names):
-            state = _entry(saved, named[name], kept, like, name not in {spec.name for flat in run.flats for spec in flat.specs})
-            if state:
-                entries.append([number, index, state])
-    return {"type": type(optimizer).__name__, "groups": rows, "entries": entries, "owners": [], "loose": packer.pack({}, "")}
+        states = [_entry(saved, named[name], kept, like, name not in in_flats) for name in names]
+        entries += [[number, index, state] for index, state in enumerate(states) if state]
+    return {"type": type(optimizer).__name__, "groups": rows, "entries": entries, "loose": packer.pack({}, "")}
 
 
 def _state_of(saved: SavedRun, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -223,16 +199,12 @@ def _state_of(saved: SavedRun, optimizer: torch.optim.Optimizer) -> dict[str, An
     param = torch.nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu"))
     param.grad = torch.zeros(2, dtype=torch.float32, device="cpu")
     try:
-        accepted = {key: value for key, value in usual.items() if key in _parameters(type(optimizer))}
+        accepted = {key: value for key, value in usual.items() if key in inspect.signature(type(optimizer)).parameters}
         trial = type(optimizer)([param], **accepted)
         trial.step()
     except Exception as error:
         raise _other(saved, "an optimizer that can be tried on one parameter", f"{type(error).__name__}: {error}") from error
     return dict(trial.state.get(param, {}))
-
-
-def _parameters(kind: type) -> set[str]:
-    return set(inspect.signature(kind).parameters)
 
 
 def _entry(saved: SavedRun, param: SavedTensor, group: Mapping[str, Any], like: Mapping[str, Any], ignored: bool) -> list[Any]:

@@ -1,9 +1,7 @@
 """``save_pretrained`` of an attached model: the folder that transformers and PEFT read, and how it is committed.
 
-``attach.py`` calls it for ``Attachment.save_pretrained``, and ``session/open.py`` opens `StockFolders` for the model's own.
-Names, tied weights, conversions and configurations are
-transformers' own and PEFT's, which whoever has such a model has imported; what has another format is refused.  It never
-changes the model or its configuration.
+Names, tied weights, conversions and configurations are transformers' own and PEFT's, which whoever has such a model has
+imported; what has another format is refused.
 """
 
 from __future__ import annotations
@@ -16,29 +14,27 @@ import shutil
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offload.errors import CheckpointError, PolicyError
+from offload.errors import CapabilityError, CheckpointError, PolicyError
 from offload.events import Bus
-from offload.shards import Draft, ExportKind, destination, refuse_occupied
+from offload.shards import Draft, Entry, ExportKind, destination, refuse_occupied
 from offload.text import parse_size, shown, shown_path
 from zhooks import tree
-from zhooks.checkpoint.ignored_values import check_alike
-from zhooks.checkpoint.transformers_tensors import divided, recipes_of
-from zhooks.checkpoint.whole_folder import WrittenTo, tensors_of, write_files
+from zhooks.checkpoint.whole_folder import Recipe, WrittenTo, tensors_of, write_files
+from zhooks.checkpoint.whole_values import check_alike
 from zhooks.comm import Comm, ControlPlane
-from zhooks.compiled import uncompiled
+from zhooks.compiled import plain_name, uncompiled
 from zhooks.layout import Ignored
 from zhooks.tensor import ShardedTensor, range_alone
 from zhooks.unit import Unit
-
-__all__ = ["Pretrained", "StockFolders", "save_pretrained"]
 
 _VERB = "save_pretrained"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,7 +89,12 @@ def save_pretrained(
 
     def read() -> tuple[ExportKind, str]:
         refuse_occupied(target, _VERB)
-        _check_mesh(comm)
+        if comm.pp.axis.world > 1:
+            what = "a stage of a pipeline" if comm.pipelined else "ranks of an ep axis"
+            raise CheckpointError(
+                f"{_VERB} expected ranks that together hold the whole model, found {what}. Use attachment.save_full(file) on "
+                "each, or load its checkpoint on a mesh without that axis."
+            )
         if asked.tokenizer is not None and not callable(getattr(asked.tokenizer, _VERB, None)):
             raise CheckpointError(
                 f"{_VERB} expected a tokenizer or processor with {_VERB}, found {shown(asked.tokenizer)}. Pass one, or None."
@@ -106,8 +107,9 @@ def save_pretrained(
 
     kind, said = ranks.run(read)
     if not ranks.agree(said):
-        found = "found different ones. Pass the same"
-        raise CheckpointError(f"{_VERB} expected one max_shard_size and dtype on all ranks, {found}.")
+        raise CheckpointError(
+            f"{_VERB} expected one max_shard_size and dtype on all ranks, found different ones. Pass the same."
+        )
     check_alike(model, ignored, comm, _VERB)
     draft = Draft(target, ranks.on_first(lambda: secrets.token_hex(8)), kind)
     bus.begin("export", target.name)
@@ -129,15 +131,6 @@ def save_pretrained(
     finally:
         draft.close()
         bus.end("export", target.name, nbytes)
-
-
-def _check_mesh(comm: Comm) -> None:
-    if comm.pp.axis.world > 1:
-        what = "a stage of a pipeline" if comm.pipelined else "ranks of an ep axis"
-        raise CheckpointError(
-            f"{_VERB} expected ranks that together hold the whole model, found {what}. Use attachment.save_full(file) on "
-            "each, or load its checkpoint on a mesh without that axis."
-        )
 
 
 def _kind(model: Any, ignored: Ignored, asked: Pretrained) -> ExportKind:
@@ -182,8 +175,8 @@ def _write_model(
     model: Any, units: Sequence[Unit], comm: Comm, bus: Bus, asked: Pretrained, draft: Draft, ranks: ControlPlane
 ) -> dict[str, int]:
     """Weights, index and configuration; sizes of the files on the first rank.  Collective."""
-    recipes = ranks.run(lambda: recipes_of(model, asked.asked_dtype()))
-    files, index = ranks.run(lambda: divided(recipes, asked.most_nbytes(), model))
+    recipes = ranks.run(lambda: _recipes_of(model, asked.asked_dtype()))
+    files, index = ranks.run(lambda: _divided(recipes, asked.most_nbytes(), model))
 
     def beside() -> None:
         folder = str(draft.made.path)
@@ -204,6 +197,121 @@ def _write_model(
     # First, for it may be refused: a generation_config that is invalid is no reason to write the weights in vain.
     ranks.on_first(beside)
     return write_files(tensors_of(model, _VERB), units, comm, bus, recipes, files, WrittenTo(_VERB, draft.target, draft.files))
+
+
+# Which tensors transformers would write: shapes on meta, and conversions to be made of the values later.
+
+
+def _recipes_of(model: Any, dtype: torch.dtype | None) -> list[Recipe]:
+    """What transformers would write of this model, in its order; no value is looked at."""
+    held = tensors_of(model, _VERB)
+    for name in model._keys_to_ignore_on_save or ():
+        held.pop(name, None)
+    # What transformers itself would keep in fp32 is not converted.
+    words = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
+    words |= set(model._keep_in_fp32_modules or ()) if dtype is torch.float16 else set()
+    narrow = {
+        name
+        for name, tensor in held.items()
+        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and tensor.element_size() > 1
+        if words.isdisjoint(name.split("."))
+    }
+    kept = _names_written(model, held)
+    meta = {name: torch.empty(held[name].shape, dtype=held[name].dtype, device="meta") for name in kept}
+    recipes: list[Recipe] = []
+    for sources, key, convert in _conversions(model, kept):
+        made = {key: meta[sources[0]]} if convert is None else convert({source: meta[source] for source in sources})
+        chosen = dtype if dtype is not None and narrow.issuperset(sources) else None
+        entries = tuple(Entry(name, chosen or like.dtype, tuple(like.shape)) for name, like in made.items())
+        recipes.append(Recipe(tuple(sources), entries, convert))
+    return recipes
+
+
+def _names_written(model: Any, held: Mapping[str, Tensor]) -> list[str]:
+    """The names without those of tied weights that transformers does not write."""
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    # It asks the model for what is on meta, by the names that the model itself has.
+    own = {plain_name(name): name for name in model.state_dict(keep_vars=True)}
+    plain = {own[name]: name for name in held}
+    meta = {own[name]: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in held.items()}
+    return [plain[name] for name in remove_tied_weights_from_state_dict(meta, model)]
+
+
+Convert = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+
+def _conversions(model: Any, names: Sequence[str]) -> Iterator[tuple[list[str], str, Convert | None]]:
+    """Which tensors become which: names in the model, the name in the folder, and a conversion, None where there is none.
+
+    As ``transformers.core_model_loading.revert_weight_conversion`` has it.  That takes the whole state at once, for a
+    conversion may need several tensors; here each conversion waits for its own.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    try:
+        from transformers import core_model_loading as loading
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        tools = loading.apply_converters, loading.apply_renamings, loading.PrefixChange, loading.dot_natural_key
+    except (ImportError, AttributeError) as error:
+        raise CapabilityError(
+            f"{_VERB} expected transformers 5.23, whose weight conversions are known, found another ({error}). Install that, "
+            "or use attachment.save_full(file)."
+        ) from None
+    convert_key, rename, prefix_change, natural = tools
+    if conversions is None:
+        mapping = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [one for one in mapping if not isinstance(one, prefix_change)]
+    if not conversions:
+        yield from (([name], name, None) for name in names)
+        return
+    back = [one.reverse_transform() for one in conversions[::-1]]
+    renamings = [one for one in back if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in back if isinstance(one, loading.WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    found: dict[str, tuple[list[tuple[str, str]], Any]] = {}
+    for name in sorted(names, key=natural):
+        key, pattern = convert_key(name, converters)
+        if pattern is None:
+            found[rename(name, renamings)] = ([(name, "")], None)
+        else:
+            found.setdefault(key, ([], by_pattern[pattern]))[0].append((name, pattern))
+    for key, (sources, converter) in found.items():
+        if converter is None:
+            yield [sources[0][0]], key, None
+        else:
+            renamed = partial(rename, weight_renamings=renamings)
+            yield [name for name, _ in sources], key, partial(_converted, model, converter, key, sources, renamed)
+
+
+def _converted(
+    model: Any,
+    converter: Any,
+    key: str,
+    sources: Sequence[tuple[str, str]],
+    rename: Callable[[str], str],
+    values: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    mine = copy.deepcopy(converter)
+    for name, pattern in sources:
+        mine.add_tensor(key, name, pattern, values[name])
+    made = mine.convert(key, model=model, config=model.config)
+    return {rename(name): value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _divided(recipes: Sequence[Recipe], most: int, model: Any) -> tuple[dict[str, list[Entry]], dict[str, Any] | None]:
+    """The files as transformers divides them, and the index; None where there is one file."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    entries = {entry.name: entry for recipe in recipes for entry in recipe.made}
+    meta = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in entries.items()}
+    split = split_torch_state_dict_into_shards(meta, filename_pattern="model{suffix}.safetensors", max_shard_size=most)
+    files = {file: [entries[name] for name in names] for file, names in split.filename_to_tensors.items()}
+    if not split.is_sharded:
+        return files, None
+    parameters = sum(param.numel() for param in tree.parameters(model))
+    metadata = {"total_parameters": parameters, **split.metadata}
+    return files, {"metadata": metadata, "weight_map": split.tensor_to_filename}
 
 
 # Adapters of PEFT.

@@ -1,7 +1,6 @@
 """Saved folders as this rank reads them: files verified in turns, the run's parameters by name, and values run by run.
 
-``save_load.py`` opens them, ``check_shard.py`` looks up in them what a run needs, and ``pour`` copies it.  A rank reads the
-ranges it owns, a bounded chunk at a time; nothing here writes to the run.
+A rank reads the ranges it owns, a bounded chunk at a time; nothing here writes to the run.
 
 Note: [Who verifies]
     Checksums are of whole tensors, and a rank that owns other ranges reads but a part of them.  So ranks share the work:
@@ -20,34 +19,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from offload.errors import CheckpointError
 from offload.shards import CHUNK, Entry, Manifest, Part, SavedLayout, ShardReader
 from zhooks.checkpoint.saved_ranges import ParamRanges, difference, ranges_of
-from zhooks.checkpoint.shard_contents import DOCUMENT, RunState, tensor_name
+from zhooks.checkpoint.shard import DOCUMENT, Document, RunState, tensor_name
 from zhooks.checkpoint.state_tree import Unpacker
 from zhooks.comm import Comm
 from zhooks.tensor import ParamShard, ShardedVector, VectorShard
-
-__all__ = [
-    "GAP",
-    "InFlat",
-    "Place",
-    "Present",
-    "Run",
-    "Saved",
-    "SavedFolder",
-    "another",
-    "check_alike",
-    "expect",
-    "find_params",
-    "pour",
-    "refuse_folders",
-    "require",
-    "runs",
-    "tensors_in",
-]
 
 Present = Mapping[int, Part]
 """Of files that are not here whole, by rank: what is."""
@@ -124,14 +105,13 @@ class SavedFolder:
         opened: Callable[[int], Reader] | None = None,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        self.path, self.manifest, self.place = path, manifest, place
-        self._present, self._opened, self._extra = present, opened or self._in_folder, extra
-        self.layout = SavedLayout.of(manifest)
-        self.members = tuple(map(ranges_of, self.layout.flats))
+        self.path, self.manifest, self.place, self.extra = path, manifest, place, extra
+        self._present, self._opened = present, opened or self._in_folder
+        self.layout = kept = SavedLayout.of(manifest)
+        self.members = tuple(map(ranges_of, kept.flats))
         self.params = {param.name: param for members in self.members for param in members}
         self._readers: OrderedDict[int, Reader] = OrderedDict()
-        self._documents: OrderedDict[int, dict[str, Any]] = OrderedDict()
-        kept = self.layout
+        self._documents: OrderedDict[int, Document] = OrderedDict()
         self._tp = place.tp % kept.tp
         data = kept.data[self._tp]
         self.counterpart = data[place.data % len(data)]
@@ -159,44 +139,28 @@ class SavedFolder:
             self._readers.popitem(last=False)[1].close()
         return found
 
-    def document(self, rank: int) -> dict[str, Any]:
-        """What the file says of itself: see Note [Document] in shard_contents.py."""
+    def document(self, rank: int) -> Document:
+        """What the file of one rank says of itself.
+
+        Raises:
+            ValueError: it is none that a save wrote.
+        """
         found = self._documents.get(rank)
         if found is None:
             read = json.loads(bytes(self.reader(rank).tensor(DOCUMENT).numpy()))
-            if not isinstance(read, dict):
-                raise ValueError("a document of another kind")
-            found = self._documents[rank] = read
+            try:
+                found = self._documents[rank] = Document.model_validate(read)
+            except ValidationError as error:
+                first = error.errors()[0]
+                raise ValueError(f"{'.'.join(map(str, first['loc']))[:80]}: {first['msg']}") from None
             if len(self._documents) > _OPEN:
                 self._documents.popitem(last=False)
         return found
 
     @property
-    def own(self) -> dict[str, Any]:
+    def own(self) -> Document:
         """The document of the counterpart."""
         return self.document(self.counterpart)
-
-    def extra(self, unpacker: Unpacker) -> dict[str, Any]:
-        """What the user gave to the save."""
-        return self._plain("extra", unpacker) if self._extra is None else self._extra
-
-    def random_states(self, unpacker: Unpacker) -> dict[str, Any] | None:
-        """Those of the counterpart's generators; None where such files never have any."""
-        return self._plain("rng", unpacker) if self._extra is None else None
-
-    def _plain(self, key: str, unpacker: Unpacker) -> dict[str, Any]:
-        found = unpacker.unpack(self.own[key])
-        if not isinstance(found, dict):
-            raise ValueError(f"{key}: not a dict")
-        return found
-
-    def entry(self, rank: int, name: str) -> Entry:
-        """What one file's header says of a tensor."""
-        return self.reader(rank).entry(name)
-
-    def tensor(self, rank: int, name: str) -> Tensor:
-        """A whole tensor of one file, its checksum compared."""
-        return self.reader(rank).tensor(name)
 
     def rank_at(self, tp: int | None, shard: int | None) -> int:
         """Whose file has a range: of the replica and the place on tp that are nearest to this rank's, where all have it."""
@@ -230,17 +194,31 @@ class SavedFolder:
             nbytes += files[number].nbytes
         return nbytes
 
+    def expect(self, rank: int, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Raise CheckpointError unless a tensor of one file is of this kind."""
+        entry = self.reader(rank).entry(name)
+        if (entry.dtype, entry.shape) != (dtype, shape):
+            raise CheckpointError(
+                f"Cannot load {self.reader(rank).path}. Expected {name} of {dtype} and shape {list(shape)}, found "
+                f"{entry.dtype} and {list(entry.shape)}. Build the same model and attach it with as many tp ranks, or load "
+                "another checkpoint."
+            )
 
-# Where a tensor of a parameter is.
+
+# Where a tensor of a parameter is, and its way into the run.
 
 
 @dataclass(frozen=True, slots=True)
 class InFlat:
-    """A parameter's value, gradient or state in flat tensors of the files, all of one name."""
+    """A parameter's value, gradient or state in flat tensors of the files, all of one name and dtype."""
 
     folder: SavedFolder
     param: ParamRanges
     name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.folder.reader(self.folder.counterpart).entry(self.name).dtype
 
     def at(self, rank: int, offset: int) -> tuple[str, int]:
         return self.name, offset
@@ -258,21 +236,29 @@ class InVector:
 
     def at(self, rank: int, offset: int) -> tuple[str, int]:
         shard = self.folder.shard_of(rank)
-        name, parts = vectors_in_tree(self.folder.document(rank)["optimizers"])[self.number]
-        if parts[: len(self.before) + 1] != [param.name for param in (*self.before, self.param)]:
+        name, names = _vectors(self.folder.document(rank))[self.number]
+        if names[: len(self.before) + 1] != [param.name for param in (*self.before, self.param)]:
             raise ValueError("vectors of different parameters on different ranks")
-        if self.folder.entry(rank, name).dtype is not self.dtype:
-            raise ValueError(f"vectors of {self.folder.entry(rank, name).dtype} and of {self.dtype}")
+        dtype = self.folder.reader(rank).entry(name).dtype
+        if dtype is not self.dtype:
+            raise ValueError(f"vectors of {dtype} and of {self.dtype}")
         start = sum(param.span(shard)[1] for param in self.before)
         return name, start + offset - self.param.span(shard)[0]
 
 
-def vectors_in_tree(packed: Any) -> list[tuple[str, list[str]]]:
-    """The vectors in what ``Packer`` made, in its order: the tensor's name and the parameters'."""
-    if isinstance(packed, dict) and "vector" in packed:
-        return [(str(packed["vector"]), list(packed["parts"]))]
-    inner = packed.values() if isinstance(packed, dict) else packed if isinstance(packed, list) else ()
-    return [found for item in inner for found in vectors_in_tree(item)]
+def _vectors(document: Document) -> list[tuple[str, list[str]]]:
+    """The vectors among the states of optimizers, in their order: the tensor's name and the parameters'."""
+    packed = [[one.entries, one.loose] for one in document.optimizers]
+    return [(str(found["vector"]), list(found["parts"])) for found in tagged("vector", packed)]
+
+
+def tagged(tag: str, packed: Any) -> Iterator[dict[str, Any]]:
+    """What ``Packer`` made of a "tensor" or a "vector", wherever it is in this."""
+    if isinstance(packed, dict) and tag in packed:
+        yield packed
+        return
+    for item in packed.values() if isinstance(packed, dict) else packed if isinstance(packed, (list, tuple)) else ():
+        yield from tagged(tag, item)
 
 
 class Run(NamedTuple):
@@ -298,21 +284,17 @@ def runs(found: InFlat | InVector, spec: ParamShard, out: Tensor) -> Iterator[Ru
 
 def pour(items: Iterable[Run]) -> None:
     """Copy them; what lies close together in one tensor is read at once, in chunks of a bounded size."""
+    most = CHUNK // 8
     held: list[Run] = []
     for run in items:
-        for piece in _bounded(run):
+        for at in range(0, run.out.numel(), most):
+            piece = run._replace(start=run.start + at, out=run.out[at : at + most])
             if held and not _together(held, piece):
                 _copy(held)
                 held = []
             held.append(piece)
-    _copy(held)
-
-
-def _bounded(run: Run) -> Iterator[Run]:
-    """No longer than a chunk, whatever the element."""
-    most = CHUNK // 8
-    for at in range(0, run.out.numel(), most):
-        yield run._replace(start=run.start + at, out=run.out[at : at + most])
+    if held:
+        _copy(held)
 
 
 def _together(held: Sequence[Run], run: Run) -> bool:
@@ -323,41 +305,17 @@ def _together(held: Sequence[Run], run: Run) -> bool:
 
 
 def _copy(held: Sequence[Run]) -> None:
-    if not held:
-        return
-    folder, rank, name, start, _ = held[0]
-    stop = held[-1].start + held[-1].out.numel()
+    folder, rank, name, start, out = held[0]
     reader = folder.reader(rank)
-    if len(held) == 1 and isinstance(reader, ShardReader) and _takes(held[0].out, reader.entry(name).dtype):
-        reader.read(name, start, held[0].out)
+    alike = out.dtype == reader.entry(name).dtype and out.device.type == "cpu" and out.is_contiguous()
+    if len(held) == 1 and isinstance(reader, ShardReader) and alike and not out.is_conj() and not out.is_neg():
+        reader.read(name, start, out)
         return
+    stop = held[-1].start + held[-1].out.numel()
     read = reader.elements(name, start, stop - start)
     with torch.no_grad():
         for run in held:
             run.out.copy_(read[run.start - start : run.start - start + run.out.numel()])
-
-
-def _takes(out: Tensor, dtype: torch.dtype) -> bool:
-    """A file can be read right into it."""
-    return out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous() and not out.is_conj() and not out.is_neg()
-
-
-def refuse_folders(what: str) -> CheckpointError:
-    """Why several folders are no model."""
-    return CheckpointError(
-        f"load expected folders of the stages of one model, found {what}. Use the same module names in all stages and in the "
-        "whole model, or load each stage's own folder."
-    )
-
-
-def require(holds: bool, what: str) -> None:
-    """A file that was made by ``save`` says so.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if not holds:
-        raise ValueError(f"something other than {what}")
 
 
 # The parameters of the run in the folders.
@@ -365,33 +323,48 @@ def require(holds: bool, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The folders, and the parameters of the run in them."""
+    """The folders, and the parameters of the run in them, by name.  Made by `find_params`.
+
+    Attributes:
+        masters: the dtype that each is kept in here.
+    """
 
     run: RunState
     folders: Sequence[SavedFolder]
     params: Mapping[str, tuple[SavedFolder, ParamRanges]]
     specs: Mapping[str, ParamShard]
+    masters: Mapping[str, torch.dtype]
 
     @property
     def main(self) -> SavedFolder:
         """That of this rank's stage."""
         return self.folders[self.folders[0].place.stage % len(self.folders)]
 
+    @property
+    def in_stages(self) -> bool:
+        """Names in the folders may be those of other stages."""
+        return self.run.comm.pp.axis.world > 1
+
     def unpacker(self, folder: SavedFolder, rank: int | None = None, *, unread: bool = False) -> Unpacker:
         """Unpacks what is in one file; ``unread``: tensors without values."""
-        at = folder.counterpart if rank is None else rank
+        reader = partial(folder.reader, folder.counterpart if rank is None else rank)
+
+        def without_values(name: str) -> Tensor:
+            entry = reader().entry(name)
+            return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
         if unread:
-            return Unpacker(partial(_unread, folder, at), torch.device("meta"))
-        return Unpacker(partial(folder.tensor, at), self.run.devices[0], partial(self._vector, folder))
+            return Unpacker(without_values, torch.device("meta"))
+        return Unpacker(lambda name: reader().tensor(name), self.run.devices[0], partial(self._vector, folder))
 
     def _vector(self, folder: SavedFolder, name: str, names: Any) -> ShardedVector:
         """The ranges that this rank has of a vector that every rank saved its own ranges of."""
-        require(isinstance(names, list) and bool(names) and set(names) <= self.specs.keys(), "a vector of parameters")
+        if not (isinstance(names, list) and names and set(names) <= self.specs.keys()):
+            raise ValueError("something other than a vector of parameters")
         before = [folder.params[part] for part in names]
         spec = VectorShard([self.specs[part] for part in names])
-        found = vectors_in_tree(folder.own["optimizers"])
-        number = [tensor for tensor, _ in found].index(name)
-        entry = folder.entry(folder.counterpart, name)
+        number = [tensor for tensor, _ in _vectors(folder.own)].index(name)
+        entry = folder.reader(folder.counterpart).entry(name)
         own = sum(part.span(folder.shard_of(folder.counterpart))[1] for part in before)
         if entry.shape != (own,):
             raise CheckpointError(
@@ -408,38 +381,32 @@ class Saved:
         return ShardedVector(local, spec)
 
 
-def _unread(folder: SavedFolder, rank: int, name: str) -> Tensor:
-    """A tensor of the file without its values."""
-    entry = folder.entry(rank, name)
-    return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-
-
 def find_params(run: RunState, folders: Sequence[SavedFolder]) -> Saved:
-    """Every parameter of the run in one of the folders, as it is here."""
-    params: dict[str, tuple[SavedFolder, ParamRanges]] = {}
+    """Every parameter of the run in one of the folders, as it is here.
+
+    Raises:
+        CheckpointError: this is another model.
+    """
     specs = {spec.name: spec for flat in run.flats for spec in flat.specs}
     where: dict[str, SavedFolder] = {}
     for folder in folders:
-        for name, param in folder.params.items():
+        for name in folder.params:
             if name in where:
                 raise refuse_folders(f"parameter {name} in {where[name].path.name} and in {folder.path.name}")
             where[name] = folder
-            if name in specs:
-                params[name] = folder, param
     for name, spec in specs.items():
-        found = params.get(name)
-        problem = difference(None if found is None else found[1], spec)
+        problem = difference(where[name].params[name] if name in where else None, spec)
         if problem:
             raise another(folders, problem)
-    if not run.comm.pp.axis.world > 1:
-        foreign = next((name for name in where if name not in specs), None)
-        if foreign is not None:
-            shape = list(where[foreign].params[foreign].saved.shape)
-            raise another(folders, f"no parameter {foreign}, which the checkpoint has, of shape {shape}")
+    foreign = next((name for name in where if name not in specs), None)
+    if foreign is not None and run.comm.pp.axis.world == 1:
+        shape = list(where[foreign].params[foreign].saved.shape)
+        raise another(folders, f"no parameter {foreign}, which the checkpoint has, of shape {shape}")
+    params = {name: (where[name], where[name].params[name]) for name in specs}
     for folder, param in params.values():
-        name = tensor_name(param.flat.number, "value")
-        expect(folder, folder.counterpart, name, param.flat.dtype, (param.flat.shard_numel,))
-    return Saved(run, folders, params, specs)
+        folder.expect(folder.counterpart, param.flat.tensor, param.flat.dtype, (param.flat.shard_numel,))
+    masters = {spec.name: flat.kind.master for flat in run.flats for spec in flat.specs}
+    return Saved(run, folders, params, specs, masters)
 
 
 def another(folders: Sequence[SavedFolder], problem: str) -> CheckpointError:
@@ -451,82 +418,9 @@ def another(folders: Sequence[SavedFolder], problem: str) -> CheckpointError:
     )
 
 
-def expect(folder: SavedFolder, rank: int, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """A tensor of one file is of this kind.
-
-    Raises:
-        CheckpointError: it is not.
-    """
-    entry = folder.entry(rank, name)
-    if (entry.dtype, entry.shape) != (dtype, shape):
-        raise CheckpointError(
-            f"Cannot load {folder.reader(rank).path}. Expected {name} of {dtype} and shape {list(shape)}, found {entry.dtype} "
-            f"and {list(entry.shape)}. Build the same model and attach it with as many tp ranks, or load another checkpoint."
-        )
-
-
-def check_alike(saved: Saved) -> None:
-    """All files that ranges are read from hold the same gradients and states, in tensors of the same kinds.
-
-    Raises:
-        CheckpointError: a file differs from the one that stands for this rank.
-    """
-    used: dict[int, set[int]] = {}
-    for name, (folder, param) in saved.params.items():
-        seen = used.setdefault(id(folder), set())
-        seen.update(folder.rank_at(tp, shard) for tp, shard, _, _ in param.runs(saved.specs[name]))
-    for folder in saved.folders:
-        mine = folder.own
-        for rank in sorted(used.get(id(folder), set()) - {folder.counterpart}):
-            theirs = folder.document(rank)
-            _check_kinds(saved, folder, rank)
-            for what in ("gradients", "states"):
-                if theirs[what] != mine[what]:
-                    raise _unlike(folder, rank, f"{what} of the same parameters")
-            if saved.run.optimizers and _common(theirs["optimizers"]) != _common(mine["optimizers"]):
-                raise _unlike(folder, rank, "the same options and counts of optimizers")
-            _check_plain(folder, rank, mine["optimizers"] if saved.run.optimizers else [])
-
-
-def _check_kinds(saved: Saved, folder: SavedFolder, rank: int) -> None:
-    """Tensors of ranges have the dtype and the shape that they have in the file that stands for this rank."""
-    numbers = {param.flat.number for found, param in saved.params.values() if found is folder}
-    prefixes = tuple(tensor_name(number, "") for number in sorted(numbers))
-    for name, entry in folder.reader(folder.counterpart).entries.items():
-        # Sums inside no_sync are each rank's own.
-        if name.startswith(prefixes) and not name.endswith("/partial"):
-            expect(folder, rank, name, entry.dtype, entry.shape)
-
-
-def _unlike(folder: SavedFolder, rank: int, what: str) -> CheckpointError:
+def refuse_folders(what: str) -> CheckpointError:
+    """Why several folders are no model."""
     return CheckpointError(
-        f"Cannot load {folder.path}. Expected all ranks to have saved {what}, found a difference between rank {rank} and rank "
-        f"{folder.counterpart}, so that it cannot be resharded. Load it on the mesh it was saved on."
+        f"load expected folders of the stages of one model, found {what}. Use the same module names in all stages and in the "
+        "whole model, or load each stage's own folder."
     )
-
-
-def _common(optimizers: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """What one file says of optimizers, but for what the owner of a parameter alone has."""
-    out = []
-    for one in optimizers:
-        owned = {(group, index) for group, index, _ in one.get("owners", [])}
-        entries = [entry for entry in one["entries"] if (entry[0], entry[1]) not in owned]
-        out.append([one["type"], one["groups"], entries, one.get("owners", [])])
-    return out
-
-
-def _check_plain(folder: SavedFolder, rank: int, optimizers: Sequence[Any]) -> None:
-    """Plain tensors among the states are the same in both files: of a rank's own range, nobody could divide them."""
-    records = folder.manifest.files[rank].tensors, folder.manifest.files[folder.counterpart].tensors
-    for name in tensors_in([entries for _, _, entries, _ in _common(optimizers)]):
-        if records[0].get(name) != records[1].get(name):
-            raise _unlike(folder, rank, "the same plain tensors among the states of an optimizer")
-
-
-def tensors_in(packed: Any) -> Iterator[str]:
-    """The names of plain tensors in what ``Packer`` made."""
-    if isinstance(packed, dict) and "tensor" in packed:
-        yield str(packed["tensor"])
-        return
-    for item in packed.values() if isinstance(packed, dict) else packed if isinstance(packed, list) else ():
-        yield from tensors_in(item)

@@ -1,8 +1,5 @@
 """Where the elements of a saved parameter are, by file and place, for a run that divides it otherwise: integers alone.
 
-``saved_folder.py`` asks it for the ranges that one rank owns.  It looks at no values and opens no file; which rank has which
-range of a flat buffer is for ``layout/flat_ranges.py`` to say.
-
 Note: [Storage order]
     A range of a parameter is one of its elements in the order in which they lie in memory.  A part of a tensor that is
     divided along one dim has, in that order, ``row`` elements of every ``row * count`` of the whole.

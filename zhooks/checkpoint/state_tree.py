@@ -1,8 +1,5 @@
-"""State dicts as JSON and tensors: what a scheduler, a scaler or an optimizer's group says of itself, without pickle.
-
-``shard_contents.py`` packs values before they are written, ``check_shard.py`` unpacks what was read; the tensors go to the
-shard file beside the JSON.  It never builds anything but plain containers, numbers, texts and tensors.
-"""
+"""State dicts as JSON and tensors, without pickle: what a scheduler, a scaler or an optimizer's group says of itself.  The
+tensors go to the shard file beside the JSON."""
 
 from __future__ import annotations
 
@@ -27,9 +24,14 @@ _PLAIN = (str, int, float, bool)
 
 
 class Packer:
-    """Turns values into JSON; ``tensors`` collects what shall be written beside it, by name."""
+    """Turns values into JSON; ``tensors`` collects what shall be written beside it, by name.
 
-    def __init__(self) -> None:
+    Args:
+        verb: who packs, for errors.
+    """
+
+    def __init__(self, verb: str = "save") -> None:
+        self._verb = verb
         self.tensors: dict[str, Tensor] = {}
 
     def pack(self, value: Any, where: str) -> Any:
@@ -55,8 +57,8 @@ class Packer:
             tag = {Counter: "counter", OrderedDict: "ordered"}.get(type(value), "dict")
             return {tag: [[self.pack(key, where), self.pack(item, f"{where}[{key!r}]")] for key, item in value.items()]}
         raise CheckpointError(
-            f"save expected numbers, strings, lists, tuples, dicts and tensors in {where}, found {type(value).__name__}. "
-            "Leave it out of the state, or save it separately."
+            f"{self._verb} expected numbers, strings, lists, tuples, dicts and tensors in {where}, found "
+            f"{type(value).__name__}. Leave it out of the state, or save it separately."
         )
 
     def _tensor(self, value: Tensor, where: str) -> Any:
@@ -69,7 +71,7 @@ class Packer:
             what = "a sharded tensor" if isinstance(value, ShardedTensor) else f"a {value.layout} tensor of {value.dtype}"
             what = f"a {type(value).__name__}" if made_of else what
             raise CheckpointError(
-                f"save expected plain dense tensors in {where}, found {what}. Save its full_tensor(), or leave it out."
+                f"{self._verb} expected plain dense tensors in {where}, found {what}. Save its full_tensor(), or leave it out."
             )
         device = value.device.type
         if value.dim() == 0 and not value.is_complex():

@@ -1,8 +1,7 @@
 """Whole tensors of an attached model into safetensors files, one flat buffer at a time; each file is one rank's to write.
 
-``attach.py`` calls ``save_full``, and ``pretrained_folder.py`` says which files there are in a folder and what is
-made of the model's tensors on the way.  Every rank takes part in every gather and keeps what belongs to its own files; no rank
-ever has more than one flat buffer, or what one conversion needs.  It knows no library's format of a folder.
+Every rank takes part in every gather and keeps what belongs to its own files; no rank ever has more than one flat buffer, or
+what one conversion needs.
 """
 
 from __future__ import annotations
@@ -23,16 +22,12 @@ from offload.errors import CheckpointError, ZhooksError
 from offload.events import Bus
 from offload.shards import Entry, Folder, WholeFile, destination
 from offload.text import shown_path
-from zhooks.checkpoint.ignored_values import check_alike
-from zhooks.checkpoint.rank0_values import is_first, whole_values
 from zhooks.checkpoint.save_load import one_stage_a_path
+from zhooks.checkpoint.whole_values import check_alike, is_first, whole_values
 from zhooks.comm import CONTROL, Call, Comm, ControlPlane
 from zhooks.compiled import plain_name
 from zhooks.layout import Ignored, flats_of, whole_of
-from zhooks.tensor import ParamShard
 from zhooks.unit import Flat, Unit, passing
-
-__all__ = ["Recipe", "WrittenTo", "save_full", "tensors_of", "write_files"]
 
 _CPU = torch.device("cpu")
 
@@ -133,24 +128,21 @@ def write_files(
 
 
 def _write_flat(flat: Flat, sink: _Sink, names: Mapping[int, Sequence[str]]) -> None:
-    of = [names.get(id(param), ()) for param in flat.params]
-    if flat.long and _row_major(flat.specs[0]) and not any(map(sink.converts, of[0])):
-        numel = flat.layout.numels[0]
-        for start, values in passing(flat, flat.shard):
-            known = values[: max(0, numel - start)]
-            for name in of[0] if known.numel() else ():
-                sink.put(name, start, known)
-        return
+    of, spec = [names.get(id(param), ()) for param in flat.params], flat.specs[0]
+    if flat.long and spec.place is None and not any(map(sink.converts, of[0])):
+        like = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+        if like.is_contiguous():
+            # The buffer holds all of the parameter, in the order that a file has it.
+            for start, values in passing(flat, flat.shard):
+                known = values[: max(0, flat.layout.numels[0] - start)]
+                for name in of[0] if known.numel() else ():
+                    sink.put(name, start, known)
+            return
     wanted = [index for index, each in enumerate(of) if any(map(sink.wants, each))]
     for each, value in zip(of, whole_values(flat, flat.shard, wanted, _CPU), strict=True):
-        for name in each if value is not None else ():
-            assert value is not None
-            sink.put(name, 0, value)
-
-
-def _row_major(spec: ParamShard) -> bool:
-    """The flat buffer holds all of the parameter, in the order that a file has it."""
-    return spec.place is None and torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta").is_contiguous()
+        if value is not None:
+            for name in each:
+                sink.put(name, 0, value)
 
 
 class _Sink:
@@ -192,27 +184,28 @@ class _Sink:
             for recipe in self._recipes[name]:
                 if recipe.convert is None:
                     self._write(recipe.made[0].name, start, values)
-                else:
-                    self._convert(recipe, name, values)
+                    continue
+                self._held[name] = values
+                if self._held.keys() >= set(recipe.sources):
+                    made = recipe.convert({source: self._held.pop(source) for source in recipe.sources})
+                    for key, value in made.items():
+                        self._write(key, 0, value)
         except Exception as error:
             self._problem = error
             self._held.clear()
-
-    def _convert(self, recipe: Recipe, name: str, values: Tensor) -> None:
-        assert recipe.convert is not None
-        self._held[name] = values
-        if not self._held.keys() >= set(recipe.sources):
-            return
-        made = recipe.convert({source: self._held.pop(source) for source in recipe.sources})
-        for name, value in made.items():
-            self._write(name, 0, value)
 
     def _write(self, name: str, start: int, values: Tensor) -> None:
         if name not in self._of:
             return
         file, entry = self._of[name]
-        file.write(name, start, _as(entry, values))
-        self.written += values.numel() * entry.dtype.itemsize
+        made = values.to(entry.dtype)
+        if made is not values and bool((made.isinf() & values.isfinite()).any()):
+            raise CheckpointError(
+                f"save_pretrained expected values of {name} that {entry.dtype} can hold, found larger ones, which would become "
+                "infinite. Choose another dtype."
+            )
+        file.write(name, start, made)
+        self.written += made.nbytes
 
     def finish(self) -> dict[str, int]:
         """Everything is on the disk; the sizes of the files."""
@@ -228,21 +221,6 @@ class _Sink:
         return {file.name: file.nbytes for file in self._files}
 
 
-def _as(entry: Entry, values: Tensor) -> Tensor:
-    """In the dtype that is written.
-
-    Raises:
-        CheckpointError: a number would become infinite.
-    """
-    made = values.to(entry.dtype)
-    if made is not values and bool((made.isinf() & values.isfinite()).any()):
-        raise CheckpointError(
-            f"save_pretrained expected values of {entry.name} that {entry.dtype} can hold, found larger ones, which would "
-            "become infinite. Choose another dtype."
-        )
-    return made
-
-
 # One file.
 
 
@@ -253,7 +231,16 @@ def save_full(
     """See ``Attachment.save_full``.  Tied parameters are written under each name: a strict load succeeds."""
     ranks = ControlPlane(comm.stage, "save_full", shown_path(target))
     path = ranks.run(lambda: destination(target, "save_full", "file"))
-    ranks.run(lambda: _check_plain(ignored))
+
+    def check_plain() -> None:
+        for name, one in ignored.frozen.items():
+            raise CheckpointError(
+                f"save_full expected plain parameters, found {len(ignored.frozen)} frozen of tensor subclasses ({name} is a "
+                f"{one.kind}), which safetensors cannot hold. Use save(), or state_dict(), which leaves them out and says so, "
+                "or save only the adapters."
+            )
+
+    ranks.run(check_plain)
     ranks.on_first(lambda: _check_replaceable(path, Path(target)))
     check_alike(model, ignored, comm, "save_full")
     state = model.state_dict(keep_vars=True)
@@ -270,20 +257,6 @@ def save_full(
             if ranks.first:
                 made.unlink(missing_ok=True)
         raise
-
-
-def _check_plain(ignored: Ignored) -> None:
-    """A file that a plain model loads has all of it.
-
-    Raises:
-        CheckpointError: the model has frozen tensor subclasses, whose values their library alone can write.
-    """
-    for name, one in ignored.frozen.items():
-        raise CheckpointError(
-            f"save_full expected plain parameters, found {len(ignored.frozen)} frozen of tensor subclasses ({name} is a "
-            f"{one.kind}), which safetensors cannot hold. Use save(), or state_dict(), which leaves them out and says so, "
-            "or save only the adapters."
-        )
 
 
 def _check_replaceable(path: Path, given: Path) -> None:

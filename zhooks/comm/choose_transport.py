@@ -1,6 +1,6 @@
 """Chooses and opens the transport of each axis of the mesh, the only way that collectives go.
 
-``unit/storage.py``, ``grad/reduction.py``, ``tensor/norms.py`` and ``checkpoint/full_state_dict.py`` call what it opens with
+``unit/storage.py``, ``grad/reduction.py``, ``tensor/norms.py`` and ``checkpoint/full_state.py`` call what it opens with
 flat tensors and a ``Call`` that names what the collective is for.  Which backend wants which way is decided here, in
 ``open_comm``, and nowhere else.
 

@@ -1,6 +1,6 @@
 """Bytes of files that other ranks have: each rank asks for the ranges it wants, and gets them in chunks of a bounded size.
 
-``checkpoint/peer_memory.py`` keeps copies on other hosts with it and reads what lies there.  It knows files by numbers and
+``resilience/peer_memory.py`` keeps copies on other hosts with it and reads what lies there.  It knows files by numbers and
 bytes; it never decides who has a file, and never asks a rank for more than was wanted.
 """
 

@@ -1,6 +1,6 @@
 """What the stacks of the interpreter and of autograd say: does a forward still run, what will this backward run, who called.
 
-``reduce.py``, ``node.py``, ``run/runtime.py``, ``run/hooks.py`` and ``checkpoint/torch_state_dict.py`` ask.  It only looks: it
+``reduce.py``, ``node.py``, ``run/runtime.py``, ``run/hooks.py`` and ``checkpoint/full_state.py`` ask.  It only looks: it
 keeps no frame and changes nothing.
 """
 

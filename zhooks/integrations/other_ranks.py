@@ -15,7 +15,8 @@ from typing import Any
 from offload.device import started_device
 from offload.errors import CheckpointError
 from offload.text import counted, shown_path
-from zhooks.checkpoint import generators, restore, saved_extra
+from zhooks.checkpoint import saved_extra
+from zhooks.rng import generators, restore
 
 __all__ = ["RandomStates", "SavedBy", "saved_by"]
 

@@ -35,8 +35,8 @@ from torch import Tensor
 from offload.errors import CheckpointError
 from offload.events import now_ns
 from offload.shards import DTYPES, blocks
-from zhooks.checkpoint import OfferedState, PeerLostError, extra_of
 from zhooks.integrations.required import require
+from zhooks.resilience import OfferedState, PeerLostError, extra_of
 
 require("torchft", "torchft", (0, 2))
 
@@ -333,7 +333,7 @@ class Arriving:
         return header
 
     def ask(self, name: str, start: int, numel: int) -> Tensor:
-        """See ``checkpoint.Ask``."""
+        """See ``peer_state.Ask``."""
         dtype = DTYPES[self.header["tensors"][name][0]]
         found = torch.empty(numel, dtype=dtype, device="cpu")
         memory = found.view(torch.uint8).numpy().data

@@ -40,10 +40,10 @@ from torch import Tensor
 from offload.errors import AttachError, CapabilityError, CheckpointError, DivergenceError, ShardedOpError, ZhooksError
 from offload.user_warnings import warn_user
 from zhooks.attach import Attachment
-from zhooks.checkpoint import Packer, PeerLostError
+from zhooks.checkpoint import Packer
 from zhooks.comm import Call
 from zhooks.integrations.peer_transfer import PeerTransfer
-from zhooks.resilience import Replica
+from zhooks.resilience import PeerLostError, Replica
 
 import torchft  # isort: skip
 from torchft import Optimizer  # isort: skip

@@ -13,11 +13,13 @@ from torch.optim import Optimizer
 
 from offload.errors import CapabilityError, ShardedOpError
 from offload.policy import Policy
-from zhooks import checkpoint, tree
+from zhooks import tree
+from zhooks.checkpoint import RunState
 from zhooks.comm import CONTROL, Call, ControlPlane, policy_facts
 from zhooks.grad import ReplicaSums
 from zhooks.layout import flats_of
 from zhooks.plan import check_holds
+from zhooks.resilience.peer_state import Ask, OfferedState, replica_facts, take_over
 from zhooks.session import Session, finish_saving
 from zhooks.unit import Flat
 
@@ -110,7 +112,7 @@ class Replica:
         session, flats, known = self.session, flats_of(self.session.units), self._facts
         same = known is not None and known[1] is session.policy and len(known[0]) == len(flats)
         if known is None or not same or any(a is not b for a, b in zip(known[0], flats, strict=True)):
-            made = checkpoint.replica_facts(self._run(), policy_facts(session.policy))
+            made = replica_facts(self._run(), policy_facts(session.policy))
             known = self._facts = flats, session.policy, made
         return known[2]
 
@@ -119,12 +121,12 @@ class Replica:
         for each in self._optimizers:
             self.session.optimizers.meet(each, "replicas")
 
-    def offered_state(self, extra: Mapping[str, Any]) -> checkpoint.OfferedState:
+    def offered_state(self, extra: Mapping[str, Any]) -> OfferedState:
         """What this rank has now, for the rank at its place in another job; valid until the next forward."""
-        return checkpoint.OfferedState(self._run(extra), extra, self.facts())
+        return OfferedState(self._run(extra), extra, self.facts())
 
-    def take_state(self, where: str, header: Mapping[str, Any], ask: checkpoint.Ask) -> None:
-        """Go on with what a peer has: see ``checkpoint.take_over``.  Collective.
+    def take_state(self, where: str, header: Mapping[str, Any], ask: Ask) -> None:
+        """Go on with what a peer has: see ``take_over``.  Collective.
 
         Args:
             where: the peer, for errors.
@@ -135,12 +137,12 @@ class Replica:
         finish_saving(session, "replicas")
         run, facts = self._run(), self.facts()
         with session.steps.changing("replicas"):
-            checkpoint.take_over(run, where, header, ask, facts)
+            take_over(run, where, header, ask, facts)
         session.loaded()
         for each in self._optimizers:
             session.optimizers.admit(each)
 
-    def _run(self, extra: Mapping[str, Any] | None = None) -> checkpoint.RunState:
+    def _run(self, extra: Mapping[str, Any] | None = None) -> RunState:
         return self.session.run_state("replicas", self._optimizers, None, extra)
 
     def largest(self, what: str, numbers: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -32,6 +32,9 @@ from zhooks.session.observe import state_held
 from zhooks.session.plug_in import Watch
 from zhooks.session.stepping import adopt_states
 from zhooks.unit import Links, Pool, Unit
+
+if TYPE_CHECKING:
+    from zhooks.resilience import PeerMemory
 
 __all__ = ["Session"]
 
@@ -83,7 +86,7 @@ class Session:
     saving: checkpoint.Saving | None = None
     run: str = ""
     newest_ns: int = 0
-    peers: checkpoint.PeerMemory | None = None
+    peers: PeerMemory | None = None
 
     def attached(self, verb: str) -> Session:
         """The session, for a verb that needs an attached model.

@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from offload.errors import CheckpointError, DivergenceError
+from offload.shards import Series, destination, run_of, when_saved
 from offload.text import shown, shown_path
 from zhooks import checkpoint
 from zhooks.comm import ControlPlane
@@ -51,9 +52,9 @@ def load_full(session: Session, state: dict[str, Any], optimizer: Optimizer | No
         chosen = _one(session, "load_state_dict", optimizer)
         if chosen is not None:
             session.optimizers.choose_owners(chosen, "load_state_dict")
-        scale = session.runtime.scaling.checked
+        scaling = session.runtime.scaling
         with session.steps.changing("load_state_dict"):
-            checkpoint.load_full_state(session.model, session.units, session.comm, state, chosen, scale, session.ignored)
+            checkpoint.load_full_state(session.model, session.units, session.comm, state, chosen, scaling, session.ignored)
         if chosen is not None:
             session.optimizers.admit(chosen)
 
@@ -83,16 +84,12 @@ def save_run(
         finish_saving(session, "save")
         run = run_to_save(session, ranks, "save", optimizer, objects, extra)
         name_run(session, ranks)
-        series, store = checkpoint.Series(session.run, keep, session.newest_ns), session.tiers.store
-        if wait:
-            saving = checkpoint.save(run, folder, extra or {}, series, store)
-        else:
-
-            def snapshot(tensors: Sequence[Any]) -> checkpoint.Snapshot:
-                memory = checkpoint.SnapshotMemory.of(session.policy, store, session.bus, session.comm.alike)
-                return checkpoint.Snapshot(tensors, store, memory)
-
-            saving = checkpoint.save_beside(run, folder, extra or {}, series, snapshot, session.policy.comm.timeout_s)
+        series, store, background = Series(session.run, keep, session.newest_ns), session.tiers.store, None
+        if not wait:
+            memory = checkpoint.SnapshotMemory.of(session.policy, store, session.bus, session.comm.alike)
+            background = memory, session.policy.comm.timeout_s
+        saving = checkpoint.save(run, folder, extra or {}, series, store, background)
+        if not wait:
             session.saving = saving
         session.newest_ns = max(session.newest_ns + 1, saving.begun_ns)
         return saving
@@ -164,11 +161,11 @@ def load_run(
         session.loaded()
         folders = [folder] if isinstance(folder, (str, Path)) else list(folder)
         ranks = ControlPlane(session.comm.stage, "load", shown_path(folders[0]))
-        targets = [checkpoint.destination(each, "load") for each in folders] if ranks.first else []
+        targets = [destination(each, "load") for each in folders] if ranks.first else []
         # The run goes on as the one that saved, whose checkpoints later ones may replace; of several folders as none.
-        session.run = ranks.on_first(lambda: (checkpoint.run_of(targets[0]) or "") if len(targets) == 1 else "")
+        session.run = ranks.on_first(lambda: (run_of(targets[0]) or "") if len(targets) == 1 else "")
         # What is saved from now on is newer, whatever the clocks of hosts say.
-        session.newest_ns = max([session.newest_ns, *map(checkpoint.when_saved, targets)])
+        session.newest_ns = max([session.newest_ns, *map(when_saved, targets)])
         for each in run.optimizers:
             session.optimizers.admit(each)
         return extra

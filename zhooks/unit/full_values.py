@@ -1,6 +1,6 @@
 """Full values on their way: from every rank's ranges to plain tensors and back, through buffers of bounded size.
 
-``build/``, ``checkpoint/full_state_dict.py`` and ``checkpoint/whole_folder.py`` call it for attach, detach and state dicts.
+``build/``, ``checkpoint/full_state.py`` and ``checkpoint/whole_folder.py`` call it for attach, detach and state dicts.
 What they ask for may be as large as a parameter; what it passes through never is larger than the policy's bound.  It never
 decides what a state consists of.
 """

@@ -20,7 +20,7 @@ from offload.errors import CapabilityError
 from offload.memory import HostPool
 from offload.pages import ALIGN, round_up
 from tests.support.streams import Paper
-from zhooks.checkpoint.rng import check, generators, restore
+from zhooks.rng import check, generators, restore
 
 MAIA = torch.device("maia", 1)
 

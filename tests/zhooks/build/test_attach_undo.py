@@ -50,7 +50,7 @@ LATER = (
     "zhooks.run.hooks.install_casts",
     "zhooks.run.members.Members.open",
     "zhooks.tensor.sharded.Registries.open",
-    "zhooks.checkpoint.torch_state_dict.StockState.open",
+    "zhooks.checkpoint.full_state.StockState.open",
     "zhooks.optim.optimizers.Optimizers.open",
     "zhooks.grad.scaling.Scaling.open",
     "zhooks.session.open.watch_steps",

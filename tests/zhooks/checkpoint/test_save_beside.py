@@ -33,7 +33,7 @@ from tests.support.ranks import End, Pool
 from tests.support.resuming import Run
 from tests.support.waiting import soon
 from zhooks import checkpoint
-from zhooks.checkpoint.shard_contents import FileTensor
+from zhooks.checkpoint.shard import FileTensor
 
 SMALL = {"stage": 3, "units": {"min_numel": 0}}
 

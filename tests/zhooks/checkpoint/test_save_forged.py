@@ -187,7 +187,7 @@ def test_a_state_of_a_whole_matrix_in_another_dtype_is_refused_on_every_rank(fre
 
 @pytest.mark.parametrize("state", [None, [], {}, {"torch": 1, "python": 2, "cuda": []}])
 def test_random_states_of_another_kind_are_refused(state: Any) -> None:
-    from zhooks.checkpoint.rng import check
+    from zhooks.rng import check
 
     with pytest.raises(zhooks.CheckpointError, match="load expected"):
         check(state, [torch.device("cpu")])

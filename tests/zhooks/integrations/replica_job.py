@@ -84,8 +84,8 @@ class History:
 def die_in_transfer(where: str, chunk: int, armed: Path) -> None:
     """This rank is killed before it sends ("sender"), or after it has received, this chunk of the first state that is on its
     way once the file ``armed`` exists: another that joins late may take a state, too."""
-    from zhooks.checkpoint import OfferedState
     from zhooks.integrations.peer_transfer import Arriving
+    from zhooks.resilience import OfferedState
 
     moved = 0
 

@@ -45,13 +45,10 @@ from offload.store import Store
 from offload.text import as_size, counted, shown_path
 from offload.tier import Tier
 from offload.user_warnings import warn_user
-from zhooks.checkpoint.background import write_file
-from zhooks.checkpoint.save_load import about_run
-from zhooks.checkpoint.shard_contents import FileTensor, RunState, contents, whole_digests
-from zhooks.checkpoint.snapshot import host_budget
+from zhooks.checkpoint import FileTensor, RunState, about_run, contents, host_budget, whole_digests, write_file
 from zhooks.comm import CONTROL, Call, Comm, ControlPlane, Move, Span, fetch, text_digest
 
-__all__ = ["Generation", "Hosts", "PeerMemory", "moved", "save_to_peers"]
+__all__ = ["Generation", "Hosts", "PeerMemory", "moved"]
 
 _KEY = "memory of peers"
 
@@ -220,8 +217,9 @@ class PeerMemory:
 
     # Saving.
 
-    def save(self, run: RunState, extra: Mapping[str, Any], about: Mapping[str, Any], after_ns: int) -> int:
-        """Keep this moment; returns when it was.  Collective."""
+    @torch.no_grad()
+    def save(self, run: RunState, extra: Mapping[str, Any], name: str, after_ns: int) -> int:
+        """See ``Attachment.save_to_peers``; ``name``: that of the run.  Returns when it was.  Collective."""
         ranks = ControlPlane(run.comm.stage, "save_to_peers", shown_path(self.memory.path))
         run.bus.begin("save", _KEY)
         nbytes = 0
@@ -243,6 +241,7 @@ class PeerMemory:
                 ranks.run(lambda: self._copy(run, token, sizes))
                 raws = ranks.texts(record.model_dump_json(), first_only=True)
                 when = ranks.on_first(lambda: max(self._now_ns(token), after_ns + 1))
+                about = {**about_run(run), "run": name, "replaceable": False}
                 facts = {**about, "saved_ns": when, "headers": headers}
                 records = [Record.model_validate_json(raw) for raw in raws]
                 text = ranks.on_first(lambda: encoded(Manifest.of(token, facts, records)).decode("ascii"))
@@ -298,7 +297,7 @@ class PeerMemory:
     def _write(self, run: RunState, token: str, tensors: Sequence[FileTensor]) -> Record:
         folder = self.memory.generation(token, make=True)
         writer = ShardWriter(folder / shard_name(self._rank), [each.entry for each in tensors])
-        return write_file(writer, tensors, run.bus, lambda nbytes: None)
+        return write_file(writer, tensors, run.bus)
 
     def _copy(self, run: RunState, token: str, sizes: Sequence[int]) -> None:
         """Every rank's file to the ranks that keep copies of it."""
@@ -346,12 +345,6 @@ class PeerMemory:
             self.memory.remove()
         else:
             self.memory.close()
-
-
-@torch.no_grad()
-def save_to_peers(memory: PeerMemory, run: RunState, extra: Mapping[str, Any], name: str, after_ns: int) -> int:
-    """See ``Attachment.save_to_peers``; ``name``: that of the run.  Returns when it was.  Collective."""
-    return memory.save(run, extra, {**about_run(run), "run": name, "replaceable": False}, after_ns)
 
 
 def moved(run: RunState, wanted: Sequence[Span], sources: Mapping[int, Path], write: Move, what: str) -> int:

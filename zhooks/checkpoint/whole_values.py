@@ -1,7 +1,8 @@
-"""What an attachment leaves as it is, where it writes or reads its whole state.
+"""Whole values: of what an attachment ignores, on every rank; of flat buffers, gathered on the ranks that want them, and
+sharded over all ranks from the first's.
 
-The other modules of this package ask it.  A checkpoint of shards holds every rank's own values; a full state can hold one
-value a name, so ranks that differ are refused.  It never touches what another attachment has sharded.
+A checkpoint of shards holds every rank's own values of what is ignored; a full state can hold one value a name, so ranks that
+differ are refused.
 
 Note: [Checksums in place of values]
     Frozen parameters of tensor subclasses (a quantised base) are in no file: only their library can write and read
@@ -10,7 +11,8 @@ Note: [Checksums in place of values]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +20,10 @@ from torch import Tensor, nn
 from offload.errors import CheckpointError
 from offload.shards import digest
 from zhooks import tree
-from zhooks.comm import Comm, ControlPlane
+from zhooks.comm import CONTROL, Call, Comm, ControlPlane
 from zhooks.layout import Ignored, is_divided, part_of
 from zhooks.tensor import ShardedTensor
-
-__all__ = ["check_alike", "check_left_out", "check_own", "check_writable", "checksums_of", "left_out_names", "plain_of"]
+from zhooks.unit import Flat, Ranges, full_copies, spread
 
 
 def plain_of(ignored: Ignored, verb: str) -> dict[str, nn.Parameter]:
@@ -85,11 +86,7 @@ def check_left_out(ignored: Ignored, saved: object, verb: str) -> None:
 
 
 def check_own(ignored: Ignored, verb: str) -> None:
-    """A verb over whole values meets none that another attachment keeps.
-
-    Raises:
-        CheckpointError: it does.
-    """
+    """Raise CheckpointError where a verb over whole values meets one that another attachment keeps."""
     for name, param in ignored.params.items():
         if isinstance(param, ShardedTensor):
             raise CheckpointError(
@@ -131,7 +128,12 @@ def check_alike(
 
     def digests() -> dict[str, str]:
         check_own(ignored, verb)
-        values = _values(model, ignored, verb, optimizer)
+        values: dict[str, Tensor] = {name: part_of(param) for name, param in plain_of(ignored, verb).items()}
+        left = ignored.buffers()
+        values |= {name: part_of(buffer) for name, buffer in tree.named_buffers(model) if id(buffer) in left}
+        for name, param in ignored.params.items():
+            states = {} if optimizer is None else optimizer.state.get(param, {})
+            values |= {f"{name} ({key})": value for key, value in states.items() if isinstance(value, Tensor)}
         return {name: digest([value]) for name, value in values.items()} | checksums_of(ignored)
 
     mine = ranks.run(digests)
@@ -150,13 +152,46 @@ def check_alike(
     ranks.run(compare)
 
 
-def _values(
-    model: nn.Module, ignored: Ignored, verb: str, optimizer: torch.optim.Optimizer | None
-) -> dict[str, Tensor]:
-    values: dict[str, Tensor] = {name: part_of(param) for name, param in plain_of(ignored, verb).items()}
-    left = ignored.buffers()
-    values |= {name: part_of(buffer) for name, buffer in tree.named_buffers(model) if id(buffer) in left}
-    for name, param in ignored.params.items():
-        states = {} if optimizer is None else optimizer.state.get(param, {})
-        values |= {f"{name} ({key})": value for key, value in states.items() if isinstance(value, Tensor)}
-    return values
+# Of flat buffers: one flat in memory, or over tp one parameter.
+
+
+def is_first(comm: Comm) -> bool:
+    """This rank gives and gets full state: the first of all that attached the model."""
+    return comm.stage.axis.rank == 0
+
+
+def whole_values(flat: Flat, ranges: Ranges, wanted: Collection[int], device: torch.device) -> list[Tensor | None]:
+    """New global plain tensors, one a parameter, of those ``wanted`` on this rank, on ``device``.  Collective.
+
+    A parameter that is divided over tp is gathered on every rank of that axis first.
+    """
+    divided = [index for index, spec in enumerate(flat.specs) if spec.place is not None]
+    if not divided:
+        return full_copies(flat, ranges, wanted=wanted, device=device)
+    copies = full_copies(flat, ranges, wanted={*divided, *wanted})
+    whole = [None if copy is None else spec.whole(copy) for spec, copy in zip(flat.specs, copies, strict=True)]
+    return [None if value is None or index not in wanted else value.to(device) for index, value in enumerate(whole)]
+
+
+def from_first(comm: Comm, name: str, given: Any, whole: Tensor) -> Tensor:
+    """The first rank's value in ``whole`` on every rank; ``given`` is read there alone.  Collective."""
+    if is_first(comm) and isinstance(given, Tensor):
+        whole.copy_(given)
+    comm.stage.broadcast(Call(CONTROL, "load", name), whole)
+    return whole
+
+
+def spread_values(comm: Comm, flat: Flat, tensors: Sequence[Any], shard: Tensor) -> None:
+    """Rank 0's full tensors as every rank's range in ``shard``, in chunks, or over tp one parameter in memory at a time."""
+    if comm.tp.axis.world == 1:
+        spread(flat, tensors if is_first(comm) else None, shard, comm.world.broadcast)
+        return
+    shard.zero_()
+    for index, (spec, tensor) in enumerate(zip(flat.specs, tensors, strict=True)):
+        if spec.numel:
+            order = torch.zeros(spec.numel, dtype=shard.dtype, device=flat.kind.device)
+            whole = order.as_strided(spec.shape, spec.stride)
+            if tensor is not None:
+                whole.copy_(tensor)
+            from_first(comm, spec.name, None, order)
+            flat.local(index, shard).copy_(spec.take(whole))

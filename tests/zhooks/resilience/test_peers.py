@@ -29,8 +29,8 @@ from offload.tier import Tier
 from tests.support.on_ranks import on_ranks, place
 from tests.support.ranks import Pool
 from tests.support.resuming import Run
-from zhooks.checkpoint import peer_files as peer_files_module
 from zhooks.checkpoint import saved_folder as saved_folder_module
+from zhooks.resilience import peer_files as peer_files_module
 
 SHM = Path("/dev/shm")
 pytestmark = pytest.mark.skipif(not SHM.is_dir(), reason="no tmpfs")

@@ -1,6 +1,6 @@
 """What lies in peers' memory, brought to the ranks that resume: each rank gets what it will read, and every part is verified.
 
-``resume.py`` opens a generation with it, which is then loaded as any checkpoint.  Files of this host are read where they are;
+``peers.py`` opens a generation with it, which is then loaded as any checkpoint.  Files of this host are read where they are;
 of others' a rank fetches the ranges that it owns.  It changes nothing of the run.
 
 Note: [Parts of files]
@@ -33,11 +33,9 @@ from offload.shards import MANIFEST, Manifest, Part, Record, ShardReader, read_m
 from offload.text import as_size
 from offload.tier import Tier
 from offload.user_warnings import warn_user
-from zhooks.checkpoint.peer_memory import Generation, PeerMemory, moved
-from zhooks.checkpoint.saved_folder import GAP, Place, Present, SavedFolder
-from zhooks.checkpoint.saved_ranges import difference
-from zhooks.checkpoint.shard_contents import RunState, buffer_name, gradient_name
+from zhooks.checkpoint import GAP, Place, Present, RunState, SavedFolder, buffer_name, difference, gradient_name
 from zhooks.comm import ControlPlane, Span
+from zhooks.resilience.peer_memory import Generation, PeerMemory, moved
 
 __all__ = ["Brought", "brought"]
 

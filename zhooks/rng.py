@@ -1,8 +1,4 @@
-"""The random generators of this process: torch's on the CPU and on the devices in use, python's, and numpy's.
-
-``shard_contents.py`` saves what ``generators`` gives, ``load_shard.py`` hands it to ``restore``.  It never touches a generator
-object that the user made.
-"""
+"""The random generators of this process: torch's on the CPU and on the devices in use, python's, and numpy's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The state of a living rank, handed to the rank at the same place of another job: the file it would save, read range by range.
 
-``resilience/replicas.py`` offers and takes it over; an integration moves the bytes between.  Nothing is gathered and no whole
+``replicas.py`` offers and takes it over; an integration moves the bytes between.  Nothing is gathered and no whole
 file is ever held: what is asked for is opened where it lies, at most a chunk or a block of a tier at a time.  It never writes
 to a disk and never decides when a state is due.
 """
@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
-from dataclasses import replace
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +21,24 @@ from torch import Tensor
 from offload.errors import CheckpointError
 from offload.shards import CHUNK, CODES, DTYPES, Entry, Manifest, Record, digest, shard_name
 from offload.store import BlockRange
-from zhooks.checkpoint.check_shard import check
-from zhooks.checkpoint.load_shard import Loading
-from zhooks.checkpoint.rng import generators
-from zhooks.checkpoint.saved_folder import Place, SavedFolder, tensors_in
-from zhooks.checkpoint.shard_contents import (
+from zhooks.checkpoint import (
     DOCUMENT,
     FileTensor,
+    Loading,
     Piece,
+    Place,
     RunState,
+    SavedFolder,
+    Unpacker,
+    about_run,
     contents,
     describe,
     group_names,
     opened,
-    places,
+    tagged,
 )
-from zhooks.checkpoint.state_tree import Unpacker
 from zhooks.comm import ControlPlane
+from zhooks.rng import generators
 
 __all__ = ["Ask", "OfferedState", "PeerLostError", "extra_of", "replica_facts", "take_over"]
 
@@ -53,7 +53,7 @@ class PeerLostError(CheckpointError):
 def replica_facts(run: RunState, policy: Any) -> str:
     """A checksum of what must be the same in all jobs that train copies of one model: layout, policy and optimizers."""
     kinds = [[type(one).__name__, group_names(run, one)] for one in run.optimizers]
-    facts = [describe(run), places(run.comm), run.about, policy, kinds, torch.__version__]
+    facts = [describe(run), run.about, policy, kinds, torch.__version__]
     return xxhash.xxh3_64_hexdigest(json.dumps(facts, sort_keys=True, default=str).encode())
 
 
@@ -76,7 +76,7 @@ class OfferedState:
             "world": axis.world,
             "rank": axis.rank,
             "facts": facts,
-            "about": {**run.about, **self._scale, "flats": describe(run), "places": places(run.comm)},
+            "about": about_run(run),
             "tensors": {
                 name: [CODES[tensor.entry.dtype], list(tensor.entry.shape)] for name, tensor in self._tensors.items()
             },
@@ -101,7 +101,7 @@ class OfferedState:
         document = json.loads(bytes(opened(next(iter(self._tensors[DOCUMENT].pieces()))).numpy()))
         common = [document["states"], document["optimizers"], self._scale]
         found = xxhash.xxh3_64(json.dumps(common, sort_keys=True).encode())
-        named = set(tensors_in(document["optimizers"]))
+        named = {found["tensor"] for found in tagged("tensor", document["optimizers"])}
         for name, tensor in self._tensors.items():
             if tensor.key or name in named:
                 found.update(f"{name} {digest(tensor.chunks())}".encode())
@@ -166,17 +166,13 @@ class PeerReader:
         """The connection is its owner's."""
 
 
-def _reader(where: str, header: Mapping[str, Any], ask: Ask) -> PeerReader:
-    return PeerReader(where, header["tensors"], ask)
-
-
 def extra_of(where: str, header: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
     """What the peer was given beside its model.
 
     Raises:
         CheckpointError: it is none that an ``OfferedState`` has.
     """
-    reader = _reader(where, header, ask)
+    reader = PeerReader(where, header["tensors"], ask)
     document = json.loads(bytes(reader.tensor(DOCUMENT).numpy()))
     found = Unpacker(reader.tensor, torch.device("cpu")).unpack(document["extra"])
     if not isinstance(found, dict):
@@ -197,7 +193,7 @@ def take_over(run: RunState, where: str, header: Mapping[str, Any], ask: Ask, fa
         CheckpointError: on every rank: the peer has another model, policy or optimizer.  Nothing has been changed.
     """
     ranks = ControlPlane(run.comm.stage, "take over", where)
-    reader = _reader(where, header, ask)
+    reader = PeerReader(where, header["tensors"], ask)
     digests = dict.fromkeys(reader.entries, "")
     world = range(run.comm.stage.axis.world)
     files = [Record(name=shard_name(rank), nbytes=0, header="", tensors=digests) for rank in world]
@@ -211,17 +207,20 @@ def take_over(run: RunState, where: str, header: Mapping[str, Any], ask: Ask, fa
                 f"this one, found rank {header['rank']} of {header['world']}. Run the same number of ranks in every replica."
             )
         with closing(SavedFolder(Path(where), manifest, Place.of(run.comm), opened=lambda rank: reader)) as folder:
-            loading, _ = check(run, [folder])
+            loading = Loading(run, [folder])
         if header["facts"] != facts:
             raise CheckpointError(
                 f"Cannot use the state of {where}. Expected the policy, units and optimizers of this replica, found different "
                 f"ones, with the table {str(header['about'].get('table'))[:200]}. Run one program with one policy in all "
                 "replicas."
             )
-        return replace(loading, rng=generators(run.devices))
+        loading.rng = generators(run.devices)
+        return loading
 
     loading = ranks.run(checked, PeerLostError)
     follow = ranks.run(lambda: run.scaling.checked(header["about"]), PeerLostError)
-    ranks.run(loading.hand_over, PeerLostError)
+    with ExitStack() as undo:
+        ranks.run(lambda: loading.hand_over(undo), PeerLostError)
+        undo.pop_all()
     ranks.run(loading.apply, PeerLostError)
     follow()
