@@ -348,7 +348,7 @@ HOOK = re.compile(
 )
 HOOK_FILES = (
     "zhooks/run/hooks.py", "zhooks/activation/saved.py", "zhooks/optim/step_pipeline.py", "zhooks/grad/user_hooks.py",
-    "zhooks/grad/direct.py", "zhooks/tensor/range_tensor.py",
+    "zhooks/grad/direct.py", "zhooks/tensor/sharded.py",
 )  # fmt: skip
 
 
@@ -510,7 +510,7 @@ ONE_IMPLEMENTER = {
     "zhooks/simulate/best_first.py Space": "tests search small spaces, and compare with all that is in them",
     "zhooks/tensor/group.py HeldSums": "grad is above tensor, whose gradients read what is held back",
     "zhooks/tensor/group.py Owner": "unit is above tensor, whose parameters use the flat buffer they lie in",
-    "zhooks/tensor/overflow.py Watch": "grad is above tensor, whose unscaling asks what watches the gradients",
+    "zhooks/tensor/group.py Watch": "grad is above tensor, whose unscaling asks what watches the gradients",
 }
 
 
@@ -691,12 +691,7 @@ def private_names_are_for_own_tests(sources: list[Source]) -> list[str]:
 #: What is private to objects of torch, of the standard library and of transformers, by names that ours have too.
 OF_LIBRARIES = {"_buffers", "_config", "_grouped_mm", "_indices", "_save", "_snapshot", "_use_count", "_values", "_world"}
 #: How often the modules of a package use what is private to an object of another module. These numbers only fall.
-#: Most are the fields of a sharded tensor, which is a torch.Tensor: without an underscore they could hide names of torch's.
-PRIVATE_USES = {
-    "zhooks.activation": 1, "zhooks.build": 1, "zhooks.checkpoint": 11, "zhooks.grad": 16,
-    "zhooks.live": 7, "zhooks.optim": 40, "zhooks.report": 8, "zhooks.resilience": 1, "zhooks.session": 1, "zhooks.tensor": 174,
-    "zhooks.unit": 2, "zhooks.whole": 5, "zprof": 1,
-}  # fmt: skip
+PRIVATE_USES = {"zprof": 1}
 
 
 def defined(here: Source) -> set[str]:

@@ -279,7 +279,7 @@ OWNER = source("zhooks/unit/flat.py", "class Flat:\n    _key: str\n    def __ini
 def test_the_rule_of_private_attributes_counts_each_use_of_what_is_another_modules(text: str) -> None:
     (finding,) = private_attributes_are_for_their_module([OWNER, source("zhooks/run/new.py", f"x = 1\n{text}")])
     assert finding.startswith("zhooks.run uses 1 private attributes of others, at most 0 are allowed: zhooks/run/new.py:2: ")
-    place, most = "zhooks.session", PRIVATE_USES["zhooks.session"]
+    place, most = "zprof", PRIVATE_USES["zprof"]
     for count in (most, most + 1):
         uses = source(f"{place.replace('.', '/')}/new.py", f"{text}\n" * count)
         assert len(private_attributes_are_for_their_module([OWNER, uses])) == (count if count > most else 0)
@@ -393,7 +393,7 @@ SOUND: list[tuple[Rule, str, str]] = [
     (stores_only_in_their_file, "zhooks/comm/group_store.py", "from torch.distributed import TCPStore"),
     (stores_only_in_their_file, "zhooks/unit/unit.py", "from offload.store import Store\nstore.check()"),
     (hooks_only_in_their_files, "zhooks/run/hooks.py", "m.register_forward_hook(f)"),
-    (hooks_only_in_their_files, "zhooks/tensor/sharded.py", "overridden = {Tensor.register_hook: f}"),
+    (hooks_only_in_their_files, "zhooks/tensor/functions.py", "overridden = {Tensor.register_hook: f}"),
     (streams_only_in_device, "offload/device/cuda.py", "import torch\ntorch.cuda.Stream()"),
     (streams_only_in_device, "offload/disk/disk_tier.py", "import threading\nthreading.Event().wait()\nticket.synchronize()"),
     (streams_only_in_device, "zhooks/report/memory.py", "import torch\ntorch.cuda.memory_stats(device)"),

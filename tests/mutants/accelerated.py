@@ -97,7 +97,7 @@ def _at_once() -> Iterator[None]:
         return make
 
     # Those of the user are begun elsewhere, and waited for here.
-    users = mock.patch("zhooks.tensor.collectives.wait_for", over(wait_for))
+    users = mock.patch("zhooks.tensor.aten.wait_for", over(wait_for))
     with mock.patch("zhooks.comm.stock.BackendWork", over(BackendWork)), users:
         yield
 

@@ -34,9 +34,9 @@ EQUIVALENT: dict[str, str] = {
     "path.used = frozenset(number for number in flags if number is not count)": "none is a unit's number",
     "zhooks/layout/unit_plan.py: @dataclass(frozen=True, slots=True) "
     "-> @dataclass(frozen=True, slots=False)": "nobody gives it other attributes",
-    "zhooks/layout/frozen_subclass.py: @dataclass(frozen=True, slots=True, eq=False) "
+    "zhooks/layout/ignored.py: @dataclass(frozen=True, slots=True, eq=False) "
     "-> @dataclass(frozen=False, slots=True, eq=False)": "nobody assigns to it",
-    "zhooks/layout/tp_division.py: if TYPE_CHECKING: -> if not TYPE_CHECKING:": "what is imported there is there anyway",
+    "zhooks/layout/mesh.py: if TYPE_CHECKING: -> if not TYPE_CHECKING:": "what is imported there is there anyway",
     "zhooks/grad/grad_buffer.py: ends = [start + numel for start, numel in zip(layout.starts, layout.numels, strict=True)] -> "
     "ends = [start & numel for start, numel in zip(layout.starts, layout.numels, strict=True)]": "what is cleared is filled",
     "zhooks/grad/grad_buffer.py: if own is None or len(chunk.starts) > 1: -> "

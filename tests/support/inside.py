@@ -87,7 +87,7 @@ def tiers_changed(attachment: zhooks.Attachment, policy: Policy, device: torch.d
 def block_range_of(tensor: Tensor) -> BlockRange | None:
     """Where the store keeps the local range; None of a range in plain device memory."""
     assert isinstance(tensor, zhooks.ShardedTensor)
-    return tensor._at if isinstance(tensor._at, BlockRange) else None
+    return tensor.local_shard.memory if isinstance(tensor.local_shard.memory, BlockRange) else None
 
 
 def tier_of(tensor: Tensor) -> str:
@@ -98,19 +98,19 @@ def tier_of(tensor: Tensor) -> str:
 def memory_of(tensor: Tensor) -> Tensor | BlockRange:
     """The memory of the local range, without opening it."""
     assert isinstance(tensor, zhooks.ShardedTensor)
-    return tensor._at
+    return tensor.local_shard.memory
 
 
 def numel_of(tensor: Tensor) -> int:
     """How many elements the layout gives this rank."""
     assert isinstance(tensor, zhooks.ShardedTensor)
-    return sum(piece.numel for piece in tensor._spec.pieces)
+    return sum(piece.numel for piece in tensor.local_shard.spec.pieces)
 
 
 def range_of(tensor: Tensor, full: Tensor) -> Tensor:
     """What the layout gives this rank of ``full``."""
     assert isinstance(tensor, zhooks.ShardedTensor)
-    return tensor._spec.take(full)
+    return tensor.local_shard.spec.take(full)
 
 
 # ---- of the packages below

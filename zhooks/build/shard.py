@@ -175,8 +175,8 @@ def _swap_in(flat: Flat, index: int, param: nn.Parameter) -> None:
     spec = flat.specs[index]
     kind: Any = ShardedTensor if spec.division is None else ShardedOverTp
     with torch._C.DisableTorchFunctionSubclass():
-        made: Any = nn.Parameter(kind(flat.part(index), spec, bound=flat), param.requires_grad)
-    made._bound = flat
+        made: Any = nn.Parameter(kind(flat.part(index), spec, owner=flat), param.requires_grad)
+    made.local_shard.owner = flat
     spec.aliases.clear()  # torch made the parameter of one, and swaps nothing that has weak references
     for key, value in param.__dict__.items():
         setattr(made, key, value)

@@ -158,7 +158,7 @@ class Snapshot:
         if isinstance(piece, BlockRange):
             block, start, nbytes = piece.block, piece.start * piece.dtype.itemsize, piece.numel * piece.dtype.itemsize
         elif isinstance(piece, StoredTensor) and piece.is_contiguous():
-            block, start, nbytes = piece._block, piece._start, spanned(piece)
+            block, start, nbytes = piece.block, piece.start, spanned(piece)
         else:
             return None
         if id(block) not in self._kept:

@@ -362,7 +362,7 @@ class StockState:
         names: dict[int, list[str]] = {}
         for name, value in state.items():
             if isinstance(value, ShardedTensor):
-                names.setdefault(id(value._spec), []).append(name)
+                names.setdefault(id(value.local_shard.spec), []).append(name)
         for flat in flats_of(self._units):
             wanted = [index for index, spec in enumerate(flat.specs) if id(spec) in names]
             if wanted:

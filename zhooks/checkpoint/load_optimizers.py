@@ -55,14 +55,14 @@ class OptimizerStates:
             made: dict[int, ShardedTensor] = {}
             for index in held:
                 old = state.get(flat.params[index], {}).get(key)
-                fits = isinstance(old, ShardedTensor) and old.dtype == dtype and old._spec is flat.specs[index]
+                fits = isinstance(old, ShardedTensor) and old.dtype == dtype and old.local_shard.spec is flat.specs[index]
                 made[index] = old if fits else new_range(flat, index, dtype)
                 self.entries[flat.params[index]][key] = made[index]
             if len(made) == len(flat.params):
                 # All of it is overwritten: what a failed disk has lost is not asked for.
-                for block in {block for each in made.values() if (block := each._block) is not None}:
+                for block in {block for each in made.values() if (block := each.local_shard.block) is not None}:
                     block.tensor(Mode.WRITE_ALL).zero_()
-            pour(run for index, each in made.items() for run in runs(held[index], flat.specs[index], each._local))
+            pour(run for index, each in made.items() for run in runs(held[index], flat.specs[index], each.local_shard.values))
         for param in flat.params:
             state.pop(param, None)
             if param in self.owned:

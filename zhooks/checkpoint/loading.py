@@ -120,7 +120,7 @@ class Loading:
                 for (key, dtype), held in kinds.items():
                     # Where one parameter's lies on the tier there is room for all of its flat buffer.
                     here = [held_here.get(flat.params[index], {}).get(key) for index in held]
-                    if not any(isinstance(state, ShardedTensor) and state._block is not None for state in here):
+                    if not any(isinstance(state, ShardedTensor) and state.local_shard.block is not None for state in here):
                         needed[flat.kind.tiers.optimizer] += flat.shard_numel * dtype.itemsize
             for param, nbytes in states.owned_nbytes.items():
                 if param not in held_here:
@@ -218,7 +218,7 @@ class Loading:
                 gradient.hand_over()
             return
         grads = {index: new_range(flat, index, flat.kind.master) for index in held}
-        pour(run for index, grad in grads.items() for run in runs(held[index], flat.specs[index], grad._local))
+        pour(run for index, grad in grads.items() for run in runs(held[index], flat.specs[index], grad.local_shard.values))
         for index, grad in grads.items():
             flat.params[index].grad = grad
 

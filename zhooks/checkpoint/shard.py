@@ -320,7 +320,7 @@ def _of_flat(run: RunState, number: int, flat: Flat, packer: Packer, document: d
         return FileTensor(Entry(tensor_name(number, what), dtype, (numel,)), pieces, flat.name)
 
     def ranges(dtype: torch.dtype, held: Mapping[int, ShardedTensor]) -> Callable[[], Iterator[Piece]]:
-        return partial(_laid, spans, numel, dtype, lambda index: held[index]._at if index in held else None)
+        return partial(_laid, spans, numel, dtype, lambda index: held[index].local_shard.memory if index in held else None)
 
     yield file_tensor("value", master, lambda: (flat.storage.stored(),))
     grads = _grads(flat)

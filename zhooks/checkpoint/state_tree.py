@@ -129,7 +129,7 @@ class Unpacker:
         if self._vectors is None:
             raise CheckpointError(f"load expected plain states, found a vector of {str(packed['parts'])[:80]}. It is damaged.")
         found = self._vectors(str(packed["vector"]), packed["parts"])
-        return found if packed["device"] == "cpu" else ShardedVector(found.to_local().to(self._device), found._spec)
+        return found if packed["device"] == "cpu" else ShardedVector(found.to_local().to(self._device), found.local_shard.spec)
 
     def _placed(self, tensor: Tensor, packed: dict[str, Any]) -> Tensor:
         return tensor if packed["device"] == "cpu" else tensor.to(self._device)

@@ -1,4 +1,4 @@
-"""Waits for the user's own collectives, which ``tensor/collectives.py`` carries out on whole values."""
+"""Waits for the user's own collectives, which ``tensor/aten.py`` carries out on whole values."""
 
 from __future__ import annotations
 

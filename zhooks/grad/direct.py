@@ -48,8 +48,9 @@ def refuse_saved(param: Any) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         watched = isinstance(param, ShardedTensor) and param.is_leaf and bool(param._backward_hooks)
     if watched and _unpacking_loses_hooks():
+        name = param.local_shard.spec.name
         raise ShardedOpError(
-            f"This torch loses the gradient hooks of parameter {param._spec.name}. Expected a torch that keeps a parameter's "
+            f"This torch loses the gradient hooks of parameter {name}. Expected a torch that keeps a parameter's "
             f"hooks where a custom autograd Function saves it, found {torch.__version__}, which loses them: its gradient would "
             "be only this rank's. Pass `weight * 1` to the Function, or install torch 2.13."
         )
@@ -90,14 +91,15 @@ class _Direct:
     def before(self, grad: Tensor | None) -> None:
         self._plain = False
         param: Any = self._param
-        if grad is None or isinstance(grad, ShardedTensor) or not param._bound or self._node.reducer is None:
+        if grad is None or isinstance(grad, ShardedTensor) or not param.local_shard.owner or self._node.reducer is None:
             return
         with torch._C.DisableTorchFunctionSubclass():
             if not _accumulates(param):
-                if not param._bound.layout.world > 1:
+                if not param.local_shard.owner.layout.world > 1:
                     return
+                name = param.local_shard.spec.name
                 raise ShardedOpError(
-                    f"Cannot take autograd.grad with respect to {param._spec.name}. Expected it to be used in its module's "
+                    f"Cannot take autograd.grad with respect to {name}. Expected it to be used in its module's "
                     "forward, found a custom autograd Function that was passed the parameter itself, whose gradient is only "
                     "this rank's. Call backward(), or pass `weight * 1` to the Function."
                 )
@@ -111,7 +113,7 @@ class _Direct:
             self._kept, self._plain = None, False
         reducer = self._node.reducer
         assert reducer is not None
-        reducer.ready_directly(param._bound, param._spec.index, grad)
+        reducer.ready_directly(param.local_shard.owner, param.local_shard.spec.index, grad)
 
 
 def _accumulates(param: Tensor) -> bool:

@@ -288,7 +288,7 @@ class GradBuffer:
         else:
             memory = torch.empty(self._spans[index][1], dtype=flat.kind.master, device=flat.kind.device)
             grad = ShardedTensor(self._held(memory), flat.specs[index])
-        grad._local.copy_(local)
+        grad.local_shard.values.copy_(local)
         return grad
 
     def add_alone(self, grads: Sequence[Tensor | None]) -> None:
@@ -381,7 +381,7 @@ class GradBuffer:
                 param.grad.add_(grad)
             else:
                 # Made on the device, it moves to the gradient's tier.
-                param.grad = self.keep(index, grad._local) if self._stored else grad
+                param.grad = self.keep(index, grad.local_shard.values) if self._stored else grad
             for hook in tuple(spec.post_hooks.values()):
                 hook(param)
         elif param.grad is not None:
@@ -399,7 +399,7 @@ class GradBuffer:
                 "tensor that was assigned. Assign it after backward, or torch.zeros_like(parameter) and add to that, or set "
                 "grad to None."
             )
-        return grad._local
+        return grad.local_shard.values
 
 
 def _while_it_lives(memory: Tensor) -> Callable[[], Tensor | None]:

@@ -582,7 +582,7 @@ class Reducer:
         """The memory of gradients on the device."""
         for gradient in self.gradients.values():
             for param in gradient.flat.params:
-                at = param.grad._at if isinstance(param.grad, ShardedTensor) else None
+                at = param.grad.local_shard.memory if isinstance(param.grad, ShardedTensor) else None
                 if isinstance(at, Tensor) and at.device == gradient.flat.kind.device:
                     yield at
 

@@ -311,7 +311,7 @@ class Scaling:
 
     def is_mine(self, param: object) -> bool:
         """It is a parameter of this attachment."""
-        return isinstance(param, ShardedTensor) and getattr(param._spec.group, "watch", None) is self
+        return isinstance(param, ShardedTensor) and getattr(param.local_shard.spec.group, "watch", None) is self
 
     def _ask_other_stages(self) -> None:
         """Pipeline stages end their backwards at different times; before a step all have.  Collective over them."""
@@ -347,7 +347,7 @@ class Scaling:
     # torch.amp.GradScaler.
 
     def scaler_comes(self) -> None:
-        """See ``overflow.Watch``."""
+        """See ``tensor.Watch``."""
         if self.on:
             raise ScaleError(
                 "Gradients are scaled twice. Expected either torch.amp.GradScaler or [precision] loss_scale, found both, so "
@@ -355,7 +355,7 @@ class Scaling:
             )
 
     def ask_stages(self, found: Tensor) -> None:
-        """See ``overflow.Watch``.  Collective over the stages, once after each backward.
+        """See ``tensor.Watch``.  Collective over the stages, once after each backward.
 
         They differ in how often a scaler unscales: once for each device and dtype of gradients, and for each optimizer.
         So the first time all gradients of this rank's stages are looked at, and later ones are told what all said then.
@@ -375,7 +375,7 @@ class Scaling:
             found.fill_(1.0)
 
     def apart(self) -> list[ShardGroup]:
-        """See ``overflow.Watch``."""
+        """See ``tensor.Watch``."""
         found: dict[Any, ShardGroup] = {}
         for one in sorted(_open, key=lambda one: one._number):
             if one.comm.pp.axis.world > 1 and not one.comm.pipelined:
@@ -384,13 +384,13 @@ class Scaling:
         return list(found.values())
 
     def unscaled(self, grads: Sequence[ShardedTensor], found: Tensor, inv_scale: Tensor) -> None:
-        """See ``overflow.Watch``.  The number is read here, where the scaler would read it next."""
+        """See ``tensor.Watch``.  The number is read here, where the scaler would read it next."""
         self.overflows.used()
         if not found.item():
             return
         flags = overflowed(grads, found.device)
-        grads[0]._spec.group.all_reduce(flags, "max", (SHARD, TP))
-        specs = [grad._spec for grad, flag in zip(grads, flags.tolist(), strict=True) if flag]
+        grads[0].local_shard.spec.group.all_reduce(flags, "max", (SHARD, TP))
+        specs = [grad.local_shard.spec for grad, flag in zip(grads, flags.tolist(), strict=True) if flag]
         names = [(str(getattr(spec.group, "name", "")), spec.name) for spec in specs]
         self.overflows.note(1.0 / float(inv_scale), names)
 

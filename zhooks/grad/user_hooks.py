@@ -26,12 +26,12 @@ def has_hooks(flat: Flat) -> bool:
 
 def hooked(grad: ShardedTensor) -> ShardedTensor:
     """Pass a reduced gradient through the user's hooks, as autograd would before accumulating it."""
-    for hook in tuple(grad._spec.hooks.values()):
+    for hook in tuple(grad.local_shard.spec.hooks.values()):
         replaced = hook(grad)
         if isinstance(replaced, ShardedTensor):
             grad = replaced
         elif replaced is not None:
-            grad = ShardedTensor(grad._spec.take(replaced).clone(), grad._spec)
+            grad = ShardedTensor(grad.local_shard.spec.take(replaced).clone(), grad.local_shard.spec)
     return grad
 
 

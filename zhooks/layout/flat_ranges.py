@@ -1,7 +1,6 @@
 """Parameters to padded flat ranges: which element of which parameter lives at which place on which rank.
 
-This module owns the arithmetic of law 1 of the design and knows nothing but integers; ``unit/unit.py``, ``tensor/sharded.py``
-and the benchmarks call it.  It never touches a tensor, a device or a process group.
+The arithmetic of law 1 of the design, on integers alone.
 """
 
 from __future__ import annotations

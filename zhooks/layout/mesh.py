@@ -1,9 +1,6 @@
 """The axes ranks are arranged on: ``shard`` over which state is partitioned, ``replicate`` over which it is copied, and
 ``tp`` and ``pp`` over which the model itself is divided.
 
-This module turns a DeviceMesh, or the default process group, or no group at all, into axes; ``attach.py`` builds it and hands
-them to ``comm/choose_transport.py``.  It never launches a collective and never starts processes: that is torchrun's work.
-
 Note: [Slices]
     Ranks with the same places on ``tp`` and ``pp`` hold the same part of the model: they are the *data* ranks of one slice.
     Plans, gathers and reductions are agreed among those alone.  Slices side by side on ``tp`` are parts of one model;
@@ -13,14 +10,20 @@ Note: [Experts]
     Experts of one layer that lie on different ranks are different models, too, and what is attached over an ``ep`` axis is
     treated as over ``pp``.  But their tokens come from all ranks of both axes, each of which has a loss of its own: the mean
     is over all of those, where a stage's is over its data ranks.
+
+Note: [Division]
+    A parameter that ``parallelize_module`` has made a DTensor is divided over ``tp`` by its own placements.  The *part* is this
+    tp rank's plain tensor, of which the data ranks own ranges.  A wrapper is made by the constructor, not by ``from_local``:
+    that would lay a view between the wrapper and the part, and the view's base would keep a released buffer alive.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +32,9 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from offload.errors import AttachError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 SHARD, REPLICATE, TP, PP = "shard", "replicate", "tp", "pp"
 EP = "ep"
@@ -103,7 +109,11 @@ def resolve(mesh: DeviceMesh | None) -> Mesh:
         shard, data, stage = (Axis(name, every, rank, (every,)) for name in (SHARD, DATA, STAGE))
         arranged = _arranged((SHARD,), torch.arange(world, device="cpu"))
         return Mesh(shard, replicate, tp, pp, data, stage, arrangement=arranged, averaged=world)
-    whole = _whole(mesh)
+    whole = mesh
+    if hasattr(mesh, "_get_root_mesh"):
+        whole = mesh._get_root_mesh()
+    elif known := getattr(device_mesh, "_mesh_resources", None):  # torch 2.8
+        whole = known.get_root_mesh(mesh)
     given = whole.mesh_dim_names or ((SHARD,) if whole.ndim == 1 else ())
     names = axis_names(given)
     members = sorted(whole.mesh.flatten().tolist())
@@ -125,16 +135,6 @@ def resolve(mesh: DeviceMesh | None) -> Mesh:
     data, stage = axis(DATA, SHARD, REPLICATE), axis(STAGE, SHARD, REPLICATE, TP)
     averaged = data.world * (pp.world if EP in given else 1)
     return Mesh(shard, replicate, tp, pp, data, stage, names, _arranged(given, whole.mesh), averaged)
-
-
-def _whole(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that ``mesh`` was cut from, or itself."""
-    if hasattr(mesh, "_get_root_mesh"):
-        return mesh._get_root_mesh()
-    # torch 2.8 keeps that beside its meshes.
-    known: Any = getattr(device_mesh, "_mesh_resources", None)
-    found: DeviceMesh = mesh if known is None else known.get_root_mesh(mesh)
-    return found
 
 
 def axis_names(given: Sequence[str]) -> tuple[str, ...]:
@@ -162,3 +162,98 @@ def _arranged(names: tuple[str, ...], ranks: Tensor) -> str:
     sizes = " x ".join(f"{name} {size}" for name, size in zip(names, ranks.shape, strict=True))
     flat = ranks.flatten().tolist()
     return sizes if flat == sorted(flat) else f"{sizes} with ranks {flat}"
+
+
+def is_divided(tensor: object) -> bool:
+    """``tensor`` is a DTensor; who never imported them has none."""
+    if type(tensor) is Tensor:
+        return False
+    found = sys.modules.get("torch.distributed.tensor")
+    return found is not None and isinstance(tensor, found.DTensor)
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """This rank's plain tensor behind a DTensor, itself and not a view; any other tensor as it is."""
+    return cast(Tensor, cast(Any, tensor)._local_tensor) if is_divided(tensor) else tensor
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """The global plain value of a DTensor, part of the graph where grad is on; any other tensor as it is.  Collective."""
+    return cast("DTensor", tensor).full_tensor() if is_divided(tensor) else tensor
+
+
+def rewrap(part: Tensor, spec: Any) -> Tensor:
+    """A DTensor of the given DTensorSpec around ``part``; see Note [Division]."""
+    from torch.distributed.tensor import DTensor
+
+    made: Tensor = DTensor(part, spec, requires_grad=part.requires_grad)
+    return made
+
+
+def mark_of(tensor: Tensor) -> tuple[int, int]:
+    """The version and the address of what is in it: who writes to it changes the one, who replaces its data the other."""
+    if type(tensor) is Tensor:
+        return tensor._version, tensor.data_ptr()
+    part = part_of(tensor)
+    # Writes through a wrapper are counted by the wrapper alone, those to its part by the part.
+    return tensor._version if part is tensor else tensor._version + part._version, part.data_ptr()
+
+
+def hollow(tensor: Tensor) -> Tensor:
+    """A DTensor without values that shares the version counter of ``tensor``."""
+    made: Any = tensor.detach()
+    made._local_tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return cast(Tensor, made)
+
+
+class Division:
+    """What a DTensor over one mesh axis is beside its values.
+
+    Attributes:
+        shape, stride: global.
+        dim: the tensor dim that is cut, None where every rank has the whole.
+        count, index: the ranks of the axis, and this rank's place.
+    """
+
+    __slots__ = ("count", "dim", "index", "mesh", "placements", "shape", "stride")
+
+    def __init__(self, mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, stride: tuple[int, ...]) -> None:
+        self.mesh, self.placements, self.shape, self.stride = mesh, placements, shape, stride
+        self.dim: int | None = placements[0].dim % len(shape) if placements[0].is_shard() else None
+        self.count, self.index = mesh.size(), mesh.get_local_rank()
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Division | None:
+        """That of a DTensor, None of any other tensor."""
+        if not is_divided(tensor):
+            return None
+        given = cast("DTensor", tensor)
+        return cls(given.device_mesh, tuple(given.placements), given.shape, given.stride())
+
+    @property
+    def place(self) -> tuple[int, int, int] | None:
+        """Which part this is: dim, index and count; None where it is the whole."""
+        return None if self.dim is None or self.count == 1 else (self.dim, self.index, self.count)
+
+    def wrap(self, part: Tensor) -> Tensor:
+        """The DTensor whose part this is."""
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+        meta = TensorMeta(self.shape, self.stride, part.dtype)
+        return rewrap(part, DTensorSpec(self.mesh, self.placements, tensor_meta=meta))
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a global tensor, plain or DTensor; of the latter, collective where it is placed otherwise."""
+        if is_divided(tensor):
+            given = cast("DTensor", tensor)
+            placed = tuple(given.placements) == self.placements
+            return part_of(given if placed else given.redistribute(placements=self.placements))
+        if self.place is None:
+            return tensor
+        dim, index, count = self.place
+        length = tensor.shape[dim] // count
+        return tensor.narrow(dim, index * length, length)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The global plain value, a new tensor or ``part`` itself.  Collective."""
+        return part if self.place is None else whole_of(self.wrap(part))

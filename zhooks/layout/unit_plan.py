@@ -1,28 +1,134 @@
-"""What a unit will be laid out as, before any tensor is made: its flats as names, layouts and sizes.
+"""What a unit will be laid out as, before any tensor is made: placements, and its flats as names, layouts and sizes.
 
-``plan/layouts.py`` makes it, ``build/`` makes units and flats of it, and what counts bytes ahead (budgets, the arena, tiers)
-adds it up.  Pure: it never touches a tensor, and it is the same on every rank.
+The same on every rank; what counts bytes ahead (budgets, the arena, tiers) adds these up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeVar
 
+import torch
 from torch import nn
 
-from offload.policy import Footprint
-from offload.tier import Tier
+from offload.policy import Footprint, Policy, footprint
+from offload.tier import Tier, Tiers
 from zhooks import tree
-from zhooks.layout.flat_kind import Kind
 from zhooks.layout.flat_ranges import Layout
 from zhooks.layout.units import Group
 
-__all__ = ["FlatPlan", "Keeps", "UnitPlan", "flats_of", "inner_units"]
-
 F = TypeVar("F", covariant=True)
+
+#: A policy's words for dtypes.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+#: More than the kinds of parameters a unit can have: a flat's number is its unit's times this, and its place there.
+FLATS = 256
+
+
+class Placement(Enum):
+    """How one cell of the table lies over the ranks (the words of DTensor).
+
+    Source: ZeRO, arXiv:1910.02054, sections 3 and 5.
+    """
+
+    REPLICATE = "R"
+    PARTIAL = "P"
+    SHARD = "S"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One row: the placement of parameters, gradients and optimizer states at rest."""
+
+    parameter: Placement
+    gradient: Placement
+    optimizer: Placement
+
+    @classmethod
+    def of(cls, cells: Mapping[str, str]) -> Table:
+        """Read ``Policy.table()``: ``{"parameter": "R", "gradient": "S", "optimizer": "S"}``."""
+        return cls(*(Placement(cells[name]) for name in ("parameter", "gradient", "optimizer")))
+
+    def keeps_gathered(self, tiers: Tiers) -> bool:
+        """Parameters on these tiers stay gathered on the device between uses; others are gathered before each."""
+        return self.parameter is not Placement.SHARD and tiers.parameter is Tier.DEVICE
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Each rank updates its own range; replicated parameters are gathered again after the update."""
+        return self.optimizer is Placement.SHARD
+
+    @property
+    def accumulates_unreduced(self) -> bool:
+        """Inside ``no_sync`` the gradient stays a full partial sum; reduced at the accumulation boundary."""
+        return self.gradient is not Placement.SHARD
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the parameters of one flat buffer have in common: dtypes at rest and in use, device, trainable or not, tiers."""
+
+    master: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    device: torch.device
+    trainable: bool
+    tiers: Tiers
+
+    @property
+    def wide(self) -> int:
+        """Bytes of one element in the widest of its dtypes."""
+        return max(self.master.itemsize, self.compute.itemsize, self.reduce.itemsize)
+
+    @property
+    def narrow(self) -> int:
+        """Bytes of one element in the narrowest: what alignment is counted in."""
+        return min(self.master.itemsize, self.compute.itemsize, self.reduce.itemsize)
+
+    @property
+    def apart(self) -> bool:
+        """Masters and computed values are two things that rest in two places."""
+        anywhere = self.tiers.parameter is not Tier.DEVICE or self.tiers.optimizer is not Tier.DEVICE
+        return anywhere and self.master != self.compute
+
+    @property
+    def reduces_in_place(self) -> bool:
+        """What reduces a gradient may write it where it is kept: in the same dtype, on the device."""
+        return self.reduce == self.master and self.tiers.gradient is Tier.DEVICE
+
+    def footprint(self, full: int, shard: int, *, resident: bool) -> tuple[Footprint, Footprint, Footprint]:
+        """What a rank keeps between steps: parameter, gradient and masters.
+
+        Args:
+            full: elements of the full buffer.
+            shard: elements of it that the rank updates.
+            resident: the full buffer stays between uses.
+        """
+        return footprint(
+            self.tiers,
+            parameter=full if resident else shard,
+            shard=shard,
+            master=self.master.itemsize,
+            compute=self.compute.itemsize,
+            apart=self.apart or (resident and self.master != self.compute),
+            trainable=self.trainable,
+        )
+
+
+def kind_of(names: Sequence[str], param: nn.Parameter, policy: Policy, device: torch.device, *, wide: bool = False) -> Kind:
+    """How the policy wants a parameter of these names held; ``wide``: it stays in its own dtype."""
+    said = policy.dtypes(*names)
+    chosen, reduce = said.param, said.reduce
+    plain = wide or not param.is_floating_point()
+    compute = param.dtype if plain or chosen is None else DTYPES[chosen]
+    reduced = param.dtype if reduce is None or not param.is_floating_point() else DTYPES[reduce]
+    tiers = policy.tiers(*names)
+    if not param.requires_grad:
+        tiers = Tiers(tiers.parameter, tiers.gradient, tiers.parameter)
+    return Kind(param.dtype, compute, reduced, device, param.requires_grad, tiers)
 
 
 class Keeps(Enum):

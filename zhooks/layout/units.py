@@ -1,7 +1,4 @@
-"""Which modules make up a unit, found in any module tree.
-
-``attach.py`` asks once and gets names, entries and parameters; the policy's ``[units]`` patterns come first.  It never
-touches a parameter's data and never looks at a class of any model library by name.
+"""Which modules make up a unit, found in any module tree; the policy's ``[units]`` patterns come first.
 
 Note: [How units are found]
     Outermost repeated blocks: going down from the root through modules that merely hold others, children of one class
@@ -13,7 +10,7 @@ Note: [How units are found]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -56,18 +53,19 @@ def find_units(model: nn.Module, policy: Policy, ignored: Ignored | None = None)
     """
     chosen = _by_pattern(model, policy) if policy.units.classes or policy.units.names else _by_structure(model, policy)
     left = set() if ignored is None else ignored.identities()
-    tiles = [Group(name, [module], _named(module, name, left)) for name, module in tiles_of(model)]
-    tiles = [tile for tile in tiles if tile.params]
-    groups, taken = [], {*left, *(id(param) for tile in tiles for param in tile.params.values())}
-    for name, module in chosen:
-        group = Group(name, _callable(module))
-        for inner, param in tree.named_parameters(module, name):
-            if id(param) not in taken:
-                taken.add(id(param))
-                group.params[inner] = param
-        if group.params:
-            groups.append(group)
-    groups = [*_join_small(groups, policy.units.min_numel), *tiles]
+    taken = set(left)
+
+    def take(name: str, module: nn.Module) -> dict[str, nn.Parameter]:
+        found = {inner: param for inner, param in tree.named_parameters(module, name) if id(param) not in taken}
+        taken.update(map(id, found.values()))
+        return found
+
+    # Weights that are too large to be gathered whole are units wherever they lie: tiles of one are never needed at once.
+    found = [(name, module) for name, module in tree.named_modules(model) if isinstance(module, Tile)]
+    tiles = [Group(name, [module], take(name, module)) for name, module in found]
+    groups = [Group(name, _callable(module), take(name, module)) for name, module in chosen]
+    groups = [group for group in groups if group.params]
+    groups = [*_join_small(groups, policy.units.min_numel), *(tile for tile in tiles if tile.params)]
     rest = {name: param for name, param in tree.named_parameters(model) if id(param) not in taken}
     if rest:
         groups.append(_rest(model, rest, len(taken) == len(left)))
@@ -75,15 +73,6 @@ def find_units(model: nn.Module, policy: Policy, ignored: Ignored | None = None)
     _name_aliases(model, groups)
     order = {id(param): place for place, param in enumerate(tree.parameters(model))}
     return sorted(groups, key=lambda group: min(order[id(param)] for param in group.params.values()))
-
-
-def _named(module: nn.Module, prefix: str, left: Set[int]) -> dict[str, nn.Parameter]:
-    return {name: param for name, param in tree.named_parameters(module, prefix) if id(param) not in left}
-
-
-def tiles_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Blocks of weights that are too large to be gathered whole: units wherever they lie, for they are never needed at once."""
-    return [(name, module) for name, module in tree.named_modules(model) if isinstance(module, Tile)]
 
 
 def _callable(module: nn.Module) -> list[nn.Module]:
@@ -119,10 +108,8 @@ def _by_pattern(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module]]
 
 
 def _by_structure(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module]]:
-    found: list[tuple[str, nn.Module]] = []
+    found = list(_walk(model, ""))
     floor = max(policy.units.min_numel, 1)
-    for name, module in _walk(model, ""):
-        found.append((name, module))
     blocks = {id(child) for _, module in found for child in tree.modules(module)}
     for name, module in tree.named_modules(model):
         own = sum(param.numel() for param in tree.own_parameters(module))
@@ -181,21 +168,14 @@ def _join_small(groups: list[Group], floor: int) -> list[Group]:
 
 def _rest(model: nn.Module, params: dict[str, nn.Parameter], everything: bool) -> Group:
     """What no unit took belongs to the root, entered through the root or through the modules that own it."""
-    owners = {id(model): model}
-    if everything:
-        # One unit is the whole model: hooking the root alone costs less than hooking every layer.
-        return Group(type(model).__name__, [model], params)
-    modules = dict(tree.named_modules(model))
-    for name in params:
-        owner = modules[name.rpartition(".")[0]]
-        if not _inside_called(model, name):
-            owners.setdefault(id(owner), owner)
-    return Group(type(model).__name__, list(owners.values()), params)
-
-
-def _inside_called(model: nn.Module, name: str) -> bool:
-    """The parameter is the root's own."""
-    return "." not in name
+    entries = {id(model): model}
+    # Where one unit is the whole model, hooking the root alone costs less than hooking every layer.
+    if not everything:
+        modules = dict(tree.named_modules(model))
+        for name in params:
+            owner = modules[name.rpartition(".")[0]]
+            entries.setdefault(id(owner), owner)
+    return Group(type(model).__name__, list(entries.values()), params)
 
 
 def _name_aliases(model: nn.Module, groups: Sequence[Group]) -> None:
@@ -203,10 +183,10 @@ def _name_aliases(model: nn.Module, groups: Sequence[Group]) -> None:
     found: dict[int, dict[str, None]] = {}
     for name, param in tree.named_parameters(model, remove_duplicate=False):
         found.setdefault(id(param), {})[name] = None
-    every = {identity: tuple(names) for identity, names in found.items()}
     for group in groups:
-        group.params = {every[id(param)][0]: param for param in group.params.values()}
-        group.aliases = {name: every[id(param)][1:] for name, param in group.params.items() if every[id(param)][1:]}
+        group.params = {next(iter(found[id(param)])): param for param in group.params.values()}
+        aliases = {name: tuple(found[id(param)])[1:] for name, param in group.params.items()}
+        group.aliases = {name: others for name, others in aliases.items() if others}
 
 
 def _enter_aliases(model: nn.Module, groups: Sequence[Group]) -> None:

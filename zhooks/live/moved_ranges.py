@@ -91,7 +91,7 @@ def _own(flat: Flat, ranges: Ranges, index: int) -> Tensor | None:
     if isinstance(ranges, Tensor):
         return flat.local(index, ranges).to(flat.kind.device)
     tensor = ranges[index]
-    return tensor._local.to(flat.kind.device) if isinstance(tensor, ShardedTensor) else None
+    return tensor.local_shard.values.to(flat.kind.device) if isinstance(tensor, ShardedTensor) else None
 
 
 def _sources(

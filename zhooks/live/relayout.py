@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -112,8 +112,9 @@ def _relayout_unit(
         for param, spec in [pair for flat in unit.flats for pair in flat.members()]:
             spec.hooks, spec.post_hooks = hooks[id(param)]
         for one in carried:
-            spec, old = specs[id(one.param)], one.old
-            state = ShardedTensor(one.new, spec) if there else ShardedTensor(old._at, spec, device=old._on)
+            spec = specs[id(one.param)]
+            old = one.old.local_shard
+            state = ShardedTensor(one.new, spec) if there else ShardedTensor(old.memory, spec, device=old.device)
             if one.owner is None:
                 one.param.grad = state
             else:
@@ -142,8 +143,8 @@ def _lay_out(unit: Unit, plan: UnitPlan, values: dict[int, Tensor], context: Bui
     unit.plan = plan
     for flat in unit.flats:
         for index, (spec, param) in enumerate(zip(flat.specs, flat.params, strict=True)):
-            sharded: Any = param
-            sharded._at, sharded._on, sharded._spec, sharded._bound = flat.part(index), flat.kind.device, spec, flat
+            shard = cast(ShardedTensor, param).local_shard
+            shard.memory, shard.device, shard.spec, shard.owner = flat.part(index), flat.kind.device, spec, flat
 
 
 def _kinds(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[Any, Any, list[Any]]]:

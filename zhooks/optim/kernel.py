@@ -198,17 +198,17 @@ class _Run:
                 joined[key] = first
                 continue
             states = [states[key] for states in self.states]
-            ranges = [state._local for state in states]
+            ranges = [state.local_shard.values for state in states]
             filled = [one for one in ranges if one.numel()]
             if all(_end(one) == _start(two) for one, two in pairwise(filled)):
                 joined[key] = _joined(ranges)
                 continue
             joined[key] = torch.cat(ranges)
             for state, own in zip(states, self.split(joined[key]), strict=True):
-                before = state._at
-                for alias in (state, *state._spec.aliases.values()):
-                    if alias._at is before:
-                        alias._at = own
+                before = state.local_shard.memory
+                for alias in (state, *state.local_shard.spec.aliases.values()):
+                    if alias.local_shard.memory is before:
+                        alias.local_shard.memory = own
         return joined
 
     def split(self, tensor: Tensor) -> Sequence[Tensor]:
@@ -230,7 +230,7 @@ def _runs_of(optimizer: Optimizer, params: Iterable[tuple[Any, int]]) -> list[_R
             states = optimizer.state.get(param, {})
             if not _like(grad, param) or not all(_known(state, param) for state in states.values()):
                 return None
-            value, local = param._local, grad._local
+            value, local = param.local_shard.values, grad.local_shard.values
             if (value.dtype, value.device) != (local.dtype, local.device):
                 return None
             if not (runs and runs[-1].group == group and runs[-1].add(param, value, local, states)):
@@ -258,7 +258,7 @@ def _step_runs(optimizer: Optimizer, arguments: Arguments, runs: Sequence[_Run])
         for run, stand, given in stands:
             written.extend(_give_back(optimizer, run, given, optimizer.state.pop(stand, {})))
         for tensor in written:
-            tensor._written()
+            tensor.local_shard.written()
         torch.autograd.graph.increment_version(written)
 
 
@@ -272,7 +272,7 @@ def _give_back(optimizer: Optimizer, run: _Run, given: _States, found: _States) 
                 yield from (states[key] for states in kept)
                 continue
             for param, states, own in zip(run.params, kept, run.split(value), strict=True):
-                states[key] = ShardedTensor(own, param._spec, device=param._on)
+                states[key] = ShardedTensor(own, param.local_shard.spec, device=param.local_shard.device)
         elif isinstance(value, Tensor) and in_place:
             others = [states[key] for states in kept[1:]]
             if others:
@@ -285,7 +285,8 @@ def _give_back(optimizer: Optimizer, run: _Run, given: _States, found: _States) 
 
 def _like(tensor: Any, param: Any) -> bool:
     """It is a range like the parameter's."""
-    return isinstance(tensor, ShardedTensor) and isinstance(param, ShardedTensor) and tensor._spec is param._spec
+    both = isinstance(tensor, ShardedTensor) and isinstance(param, ShardedTensor)
+    return both and tensor.local_shard.spec is param.local_shard.spec
 
 
 def _known(state: Any, param: Any) -> bool:

@@ -210,7 +210,7 @@ class NumbaKernel(TorchKernel):
             how = rule.begin(group, state)
             kept = [_state(state, key, flat, number, made) for key in rule.states(group)]
             sharded: Any = param
-            tensors = [sharded._local, grad._local, *(tensor._local for tensor in kept)]
+            tensors = [sharded.local_shard.values, grad.local_shard.values, *(tensor.local_shard.values for tensor in kept)]
             tensors += [] if copy is None else [flat.local(number, copy)]
             written += [sharded, *kept]
             if not tensors[0].numel():
@@ -222,7 +222,7 @@ class NumbaKernel(TorchKernel):
             elif not (passes and passes[-1].takes(number, how, tensors)):
                 passes.append(_Pass(how, tensors, tensors[0].numel(), number))
         for tensor in written:
-            tensor._written()
+            tensor.local_shard.written()
         return passes
 
     def _noise(self, flat: Flat) -> Rounding | None:
@@ -245,7 +245,7 @@ def _state(state: dict[str, Any], key: str, flat: Flat, number: int, made: dict[
     held = state.get(key)
     if isinstance(held, ShardedTensor) and held.dtype is torch.bfloat16:
         # A state dict that torch loaded has the parameter's dtype.
-        held = state[key] = ShardedTensor(held._local.float(), held._spec, device=flat.kind.device)
+        held = state[key] = ShardedTensor(held.local_shard.values.float(), held.local_shard.spec, device=flat.kind.device)
     if held is None:
         if key not in made:
             # Pages of its own: they go back to the system when the states have moved to their tier.

@@ -352,7 +352,8 @@ def of_another_layout(
     """The whole values of those that some rank cannot copy range by range: (what, value, where it goes).  Collective."""
     if not ranges:
         return
-    other = [value._spec.key() != into._spec.key() or value.shape != into.shape for _, value, into in ranges]
+    pairs = [(value, into) for _, value, into in ranges]
+    other = [one.shape != two.shape or one.local_shard.spec.key() != two.local_shard.spec.key() for one, two in pairs]
     flags = ControlPlane(stage, "compare layouts").any(other)
     for (what, value, _), flag in zip(ranges, flags, strict=True):
         if flag:

@@ -78,15 +78,15 @@ class RoundedKernel(TorchKernel):
             _hand_over(optimizer, {stand: param for param, stand in pairs.items()})
         for param, stand in pairs.items():
             for at, noise in self._rounding.over(update.flat, index[id(param)]):
-                round_to_bf16(stand._local[at], param._local[at], noise)
-            param._written()
+                round_to_bf16(stand.local_shard.values[at], param.local_shard.values[at], noise)
+            param.local_shard.written()
 
 
 def _widened(param: Any) -> nn.Parameter:
     """An fp32 parameter with the same range and gradient."""
-    grad, on = param.grad, param._on
-    made = nn.Parameter(ShardedTensor(param._local.float(), param._spec, device=on))
-    made.grad = ShardedTensor(grad._local.float(), grad._spec, device=on)
+    grad, on = param.grad, param.local_shard.device
+    made = nn.Parameter(ShardedTensor(param.local_shard.values.float(), param.local_shard.spec, device=on))
+    made.grad = ShardedTensor(grad.local_shard.values.float(), grad.local_shard.spec, device=on)
     return made
 
 
@@ -98,7 +98,8 @@ def _hand_over(optimizer: Optimizer, pairs: Mapping[nn.Parameter, nn.Parameter])
         states = optimizer.state[other] = optimizer.state.pop(one)
         for key, value in states.items():
             if isinstance(value, ShardedTensor) and value.dtype in (torch.bfloat16, torch.float16):
-                states[key] = ShardedTensor(value._local.float(), value._spec, device=value._on)
+                shard = value.local_shard
+                states[key] = ShardedTensor(shard.values.float(), shard.spec, device=shard.device)
 
 
 def check_rounding(policy: Policy, groups: Sequence[Group]) -> None:

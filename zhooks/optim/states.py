@@ -229,7 +229,7 @@ def shard_vectors(optimizer: Optimizer) -> None:
     # A vector of one 1-D parameter has its shape, and is a state like others.
     if not all(isinstance(param, ShardedTensor) for param in params) or (len(params) == 1 and params[0].dim() == 1):
         return
-    specs: list[ParamShard] = [param._spec for param in params]
+    specs: list[ParamShard] = [param.local_shard.spec for param in params]
     numel = sum(spec.numel for spec in specs)
 
     def shard(value: Tensor) -> Tensor:

@@ -249,7 +249,7 @@ class Updater:
             for param in update.params():
                 for tensor in (param, grad_of(param), *optimizer.state.get(param, {}).values()):
                     if isinstance(tensor, ShardedTensor):
-                        wanted.append((tensor._block, Mode.UPDATE))
+                        wanted.append((tensor.local_shard.block, Mode.UPDATE))
         if self.kernel_of(flat).writes_copy(flat):
             wanted.append((flat.storage.copy, Mode.WRITE_ALL))
         return Fetched.begin(self._store, wanted, place)
@@ -259,8 +259,8 @@ class Updater:
         self.adopt(optimizer, update.flat)
         for param in update.params():
             grad = grad_of(param)
-            if isinstance(grad, ShardedTensor) and grad._block is None:
-                grad._at = grad._local.to("cpu")
+            if isinstance(grad, ShardedTensor) and grad.local_shard.block is None:
+                grad.local_shard.memory = grad.local_shard.values.to("cpu")
 
     @torch.no_grad()
     def update(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:
@@ -292,7 +292,7 @@ class Updater:
         for index, key, state in sharded_states(flat, optimizer):
             kinds.setdefault((key, state.dtype), []).append((index, state))
         for (key, dtype), states in sorted(kinds.items(), key=lambda kind: str(kind[0])):
-            blocks = [state._block for _, state in states]
+            blocks = [state.local_shard.block for _, state in states]
             new = [one for one, block in zip(states, blocks, strict=True) if block is None]
             if not new:
                 continue
@@ -304,9 +304,9 @@ class Updater:
                 if fresh:
                     values.zero_()
                 for index, state in new:
-                    flat.local(index, values).copy_(state._local)
+                    flat.local(index, values).copy_(state.local_shard.values)
             for index, state in new:
-                state._at, state._on = BlockRange(block, *flat.span(index)), flat.kind.device
+                state.local_shard.memory, state.local_shard.device = BlockRange(block, *flat.span(index)), flat.kind.device
             if fresh:
                 self._store.passed(block.nbytes, _MADE_NBYTES)
 

@@ -89,8 +89,8 @@ class Meter:
                 for flat in unit.flats:
                     self._update(number, flat)
                     for param in flat.params:
-                        if isinstance(param.grad, ShardedTensor) and param.grad._local.numel():
-                            self.gradient(number, param.grad._local, 0)
+                        if isinstance(param.grad, ShardedTensor) and param.grad.local_shard.values.numel():
+                            self.gradient(number, param.grad.local_shard.values, 0)
 
     @torch.no_grad()
     def end(self) -> None:

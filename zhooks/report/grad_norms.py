@@ -97,7 +97,7 @@ def _of_flat(flat: Flat, comm: Comm) -> Tensor:
                 f"grad_norms expected {spec.name}.grad as backward has made it, found a plain tensor in its place. Change "
                 "gradients in place, or set grad to None."
             )
-        total += square(grad._local, flat.group.buffer_nbytes).to(total.device)
+        total += square(grad.local_shard.values, flat.group.buffer_nbytes).to(total.device)
     return total
 
 

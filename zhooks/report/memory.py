@@ -225,7 +225,7 @@ def _whole_states(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> tu
     """States of parameters that are updated whole, all on the rank that owns them: bytes of blocks, and of memory."""
     every = [states for optimizer in optimizers for _, states in with_owners(optimizer, flat.params)]
     tensors = [tensor for states in every for value in states.values() for tensor in plain_parts(value)]
-    blocks = {tensor._block for tensor in tensors if isinstance(tensor, StoredTensor)}
+    blocks = {tensor.block for tensor in tensors if isinstance(tensor, StoredTensor)}
     held = sum(tensor.numel() * tensor.element_size() for tensor in tensors if not isinstance(tensor, StoredTensor))
     return sum(block.nbytes for block in blocks), held
 
@@ -236,7 +236,8 @@ def _gradients(flats: Sequence[Flat], reducer: Reducer) -> Iterator[tuple[Flat, 
     for flat in flats:
         with torch._C.DisableTorchFunctionSubclass():
             grads = [param.grad for param in flat.params if param.grad is not None]
-        values: list[Tensor | Block | BlockRange] = [grad._at for grad in grads if isinstance(grad, ShardedTensor)]
+        sharded = [grad for grad in grads if isinstance(grad, ShardedTensor)]
+        values: list[Tensor | Block | BlockRange] = [grad.local_shard.memory for grad in sharded]
         gradient = reducer.gradients.get(flat.number)
         if gradient is not None and gradient.at is not None:
             values.append(gradient.at)
@@ -252,10 +253,10 @@ def _states(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> Cell:
     blocks: set[Block] = set()
     for optimizer in optimizers:
         for index, _, state in sharded_states(flat, optimizer):
-            if state._block is not None:
-                blocks.add(state._block)
+            if state.local_shard.block is not None:
+                blocks.add(state.local_shard.block)
             else:
-                held += state._local.nbytes
+                held += state.local_shard.values.nbytes
                 formula += flat.span(index)[1] * state.dtype.itemsize
         vectors = sum(one.to_local().nbytes for param in flat.params for one in vectors_in(optimizer.state.get(param)))
         held, formula = held + vectors, formula + vectors

@@ -217,7 +217,7 @@ def _copy(flat: Flat, index: int) -> Tensor:
 
 
 def _state(state: Tensor) -> Tensor:
-    return state._local if isinstance(state, ShardedTensor) else state
+    return state.local_shard.values if isinstance(state, ShardedTensor) else state
 
 
 def _number(named: Iterable[tuple[str, Callable[[], Tensor]]]) -> int:

@@ -113,7 +113,7 @@ def _hold(bus: Bus, category: str, flat: Flat, value: object) -> None:
     if isinstance(value, StoredTensor):
         return
     if isinstance(value, (ShardedTensor, ShardedVector)):
-        value = value._at
+        value = value.local_shard.memory
     elif isinstance(value, Tensor) and value.dim() == 0:
         # Counters of steps: they belong to nobody's unit alone, and to name them would cost more than they hold.
         return

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from zhooks.tensor.checkpoint_chunks import check_together
+import zhooks.tensor.functions  # noqa: F401  (fills the table of functions)
+from zhooks.tensor.aten import overflowed
 from zhooks.tensor.elementwise import as_step
-from zhooks.tensor.group import Engine, HeldSums, ShardGroup
-from zhooks.tensor.hashes import hash_of
-from zhooks.tensor.overflow import Name, Overflow, Overflows, Watch, overflowed
-from zhooks.tensor.range_tensor import ParamShard, part_numel, range_alone
-from zhooks.tensor.sharded import Registries, ShardedOverTp, ShardedTensor, ShardedVector, vector_of
-from zhooks.tensor.stored import StoredTensor, spanned
-from zhooks.tensor.vectors import VectorShard
+from zhooks.tensor.group import Engine, HeldSums, Name, Overflow, Overflows, ShardGroup, Watch, hash_of
+from zhooks.tensor.shard import ParamShard, VectorShard
+from zhooks.tensor.sharded import Registries, ShardedOverTp, ShardedTensor, ShardedVector, part_numel, range_alone, vector_of
+from zhooks.tensor.stored import StoredTensor, check_together, spanned
 
 __all__ = [
     "Engine",

@@ -1,8 +1,7 @@
 """What happens when a sharded tensor meets a torch function: the safety net of law 2, above autograd.
 
-``RangeTensor.__torch_function__`` calls it.  With grad enabled, a bound parameter that requires grad is replaced by its
-gathered value, a node of the graph whose backward reduces; everything else falls through to ``aten.py``.  It never
-computes anything itself.
+With grad enabled, a bound parameter that requires grad is replaced by its gathered value, a node of the graph whose backward
+reduces; everything else falls through to ``aten.py``.
 """
 
 from __future__ import annotations
@@ -21,11 +20,25 @@ from torch.utils.hooks import RemovableHandle
 from offload.errors import AttachError, ShardedOpError
 from zhooks.layout import is_divided, whole_of
 from zhooks.refusals import captured
-from zhooks.tensor.elementwise import numbers_of, own_ranges, readable_whole, stepping, whole_value
-from zhooks.tensor.range_tensor import Handler, RangeTensor, RealShard, range_alone, refuse_gradients
+from zhooks.tensor.elementwise import change, new_like, readable_whole, stepping, whole_value
+from zhooks.tensor.group import Owner
+from zhooks.tensor.shard import RealShard, VectorShard, not_in_a_vector
+from zhooks.tensor.sharded import (
+    FUNCTIONS,
+    OTHERS,
+    RangeTensor,
+    ShardedTensor,
+    ShardedVector,
+    range_alone,
+    refuse_gradients,
+    swapped,
+)
+from zhooks.tensor.stored import Args, Kwargs
+
+Function = Callable[..., Any]
 
 # Asking a parameter about itself gathers nothing.
-ABOUT = frozenset(
+_ABOUT = frozenset(
     {
         "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "is_contiguous",
         "is_floating_point", "is_complex", "is_signed", "get_device", "data_ptr", "untyped_storage", "type", "is_shared",
@@ -36,22 +49,14 @@ ABOUT = frozenset(
         "is_set_to", "pin_memory", "__setstate__", "has_names", "result_type", "is_conj", "is_neg", "dim_order", "is_leaf",
     }
 )  # fmt: skip
-_TRANSPOSED: tuple[Any, ...] = (
-    torch.Tensor.T,
-    torch.Tensor.mT,
-    torch.Tensor.H,
-    torch.Tensor.mH,
-    torch.Tensor.real,
-    torch.Tensor.imag,
-)
-_GATHERED_GETTERS = frozenset(descriptor.__get__ for descriptor in _TRANSPOSED)
 _PROPERTIES: Any = Tensor
+_GATHERED_GETTERS = frozenset(getattr(_PROPERTIES, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 #: What copies a state dict to the host before ``torch.distributed.checkpoint.async_save`` writes it.
 _STAGER = "torch.distributed.checkpoint._state_dict_stager"
 
 
-def with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def with_values(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Carry out ``func``, one of whose arguments is a sharded tensor."""
     if torch.is_grad_enabled() and _uses_values(func):
         args, kwargs, found = _gathered(args, kwargs)
@@ -70,10 +75,10 @@ def with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         args, kwargs, _ = _gathered(args, kwargs, frozen=True)
     if isinstance(out, RangeTensor) and not torch.is_grad_enabled() and not any(map(_is_or_has_sharded, args)):
         # Made of nothing sharded (torch.randn): some such functions resize what they are given, which no parameter bears.
-        beside = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
-        func(*args, **{**kwargs, "out": beside})
-        if beside.shape == out.shape:
-            return out.copy_(beside)
+        fresh = new_like(out)
+        func(*args, **{**kwargs, "out": fresh})
+        if fresh.shape == out.shape:
+            return out.copy_(fresh)
     with torch._C.DisableTorchFunctionSubclass():
         if out is None and not torch.is_grad_enabled() and _uses_values(func):
             # What is read of a gathered value is no view of the parameter: autograd would keep that, and detach needs it back.
@@ -96,12 +101,10 @@ def _uses_values(func: Callable[..., Any]) -> bool:
     if name in ("__get__", "__set__", "__delete__"):
         return func in _GATHERED_GETTERS
     # An in-place function on a leaf that requires grad is autograd's own error, raised below.
-    return name not in ABOUT and not (name.endswith("_") and not name.endswith("__"))
+    return name not in _ABOUT and not (name.endswith("_") and not name.endswith("__"))
 
 
-def _gathered(
-    args: tuple[Any, ...], kwargs: dict[str, Any], *, frozen: bool = False
-) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+def _gathered(args: Args, kwargs: Kwargs, *, frozen: bool = False) -> tuple[Args, Kwargs, bool]:
     """Replace bound parameters that require grad, or all, by their gathered values, one level of lists deep."""
     found = False
     # Among DTensors a parameter that was one is one; anything else meets its whole value.
@@ -110,12 +113,13 @@ def _gathered(
     def swap(value: Any) -> Any:
         nonlocal found
         if isinstance(value, RangeTensor):
-            if value._bound:
-                value._bound.engine.before_use()
+            if owner := value.local_shard.owner:
+                owner.engine.before_use()
             # Which may have bound it to another flat.
-            if value._bound and (frozen or value.requires_grad):
+            shard = value.local_shard
+            if shard.owner and (frozen or value.requires_grad):
                 found = True
-                view = value._bound.view(value._spec.index)
+                view = shard.owner.view(shard.spec.index)
                 return view if among else whole_of(view)
         elif isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             return type(value)(swap(item) for item in value)
@@ -126,146 +130,134 @@ def _gathered(
     return tuple(swap(arg) for arg in args), named, found
 
 
-def _plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _owner(value: Any) -> Owner | None:
+    """The flat buffer of a bound tensor."""
+    return value.local_shard.owner if isinstance(value, RangeTensor) else None
+
+
+def _plain(func: Function, args: Args, kwargs: Kwargs) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def _like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _like(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """``p.view_as(p)`` asks for the node that accumulates a parameter's gradient: torch's zero-bubble schedules do."""
-    itself = len(args) == 2 and args[0] is args[1]
-    if itself and args[0]._bound:
-        args[0]._bound.node_asked = True
-    return (_plain if itself else with_values)(func, args, kwargs)
+    if len(args) != 2 or args[0] is not args[1]:
+        return with_values(func, args, kwargs)
+    if owner := _owner(args[0]):
+        owner.node_asked = True
+    return _plain(func, args, kwargs)
 
 
-def _to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _to(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """What is there already stays the object it is; ``cpu:0``, which libraries pass on, is not ``cpu`` to torch."""
-    tensor = args[0]
-    if isinstance(tensor, RangeTensor) and not kwargs.get("copy") and _is_there(tensor, args[1:], kwargs):
-        return tensor
-    return with_values(func, args, kwargs)
-
-
-def _is_there(tensor: RangeTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    named = {key: value for key, value in kwargs.items() if key != "copy"}
+    tensor, where = args[0], ("cpu", *args[1:]) if func is Tensor.cpu else args[1:]
+    if not isinstance(tensor, RangeTensor) or kwargs.get("copy"):
+        return with_values(func, args, kwargs)
     try:
         with torch._C.DisableTorchFunctionSubclass():
-            device, dtype, _, order = torch._C._nn._parse_to(*args, **named)
+            named = {key: value for key, value in kwargs.items() if key != "copy"}
+            device, dtype, _, order = torch._C._nn._parse_to(*where, **named)
     except (TypeError, RuntimeError):  # a copy by position, or what torch itself will refuse
-        return False
-    here = device is None or device == tensor.device or device.type == tensor.device.type == "cpu"
-    return here and dtype in (None, tensor.dtype) and order in (None, torch.preserve_format)
-
-
-def _cpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    there = isinstance(args[0], RangeTensor) and args[0].device.type == "cpu" and len(args) == 1 and not kwargs
-    return args[0] if there else with_values(func, args, kwargs)
-
-
-def _change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What optimizers do to every parameter in every step, outside any graph: on the ranges, past autograd and its dispatch."""
-    plain = None if torch.is_grad_enabled() else own_ranges(args, kwargs)
-    if plain is None:
         return with_values(func, args, kwargs)
-    func(*plain, **kwargs)
-    args[0]._written(None if args[0]._origin is None else numbers_of(args, kwargs))
+    here = device is None or device == tensor.device or device.type == tensor.device.type == "cpu"
+    there = here and dtype in (None, tensor.dtype) and order in (None, torch.preserve_format)
+    return tensor if there else with_values(func, args, kwargs)
+
+
+def _change(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """What optimizers do to every parameter in every step, outside any graph: on the ranges, past autograd and its dispatch."""
+    if torch.is_grad_enabled() or not change(func, args, kwargs):
+        return with_values(func, args, kwargs)
     torch.autograd.graph.increment_version(args[0])
     return args[0]
 
 
-def _as_real(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _as_real(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """What optimizers do to complex tensors.  To autograd, which would keep the parameter, it is no view.
 
     Elsewhere a parameter is read whole.
     """
     tensor = args[0]
     recorded = torch.is_grad_enabled() and tensor.requires_grad
-    if recorded or tensor._spec.division is not None or (readable_whole(tensor) and not stepping()):
+    if recorded or tensor.local_shard.spec.division is not None or (readable_whole(tensor) and not stepping()):
         return with_values(func, args, kwargs)
     return tensor.as_real()
 
 
-def _as_complex(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0].as_complex() if isinstance(args[0]._spec, RealShard) else with_values(func, args, kwargs)
+def _as_complex(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    return args[0].as_complex() if isinstance(args[0].local_shard.spec, RealShard) else with_values(func, args, kwargs)
 
 
-def _requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _requires_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
     tensor = args[0]
     if torch.__future__.get_swap_module_params_on_conversion():
         maker = sys._getframe(3)
         if maker.f_globals.get("__name__") == "torch.nn.modules.module":  # _apply makes what it will swap in
-            raise swapped(tensor._spec.name)
-    before, bound = tensor.requires_grad, tensor._bound
+            raise swapped(tensor.local_shard.spec.name)
+    before, owner = tensor.requires_grad, tensor.local_shard.owner
     out = _plain(func, args, kwargs)
     if tensor.requires_grad == before:
         return out
-    if not bound:
+    if owner is None:
         refuse_gradients(tensor)
     elif isinstance(tensor, torch.nn.Parameter):
-        bound.engine.relayout()
+        owner.engine.relayout()
     elif tensor.requires_grad and sys._getframe(2).f_globals.get("__name__") != torch.utils.checkpoint.__name__:
         # Of a reentrant checkpoint's input, the node that stands for the parameter takes the gradient, as it should.
         raise ShardedOpError(
-            f"Cannot set requires_grad of a detached {tensor._spec.name}. Expected an independent tensor, found an alias of "
-            "the attached parameter, which would get its gradients. Use full_tensor().requires_grad_(), or the parameter "
-            "itself."
+            f"Cannot set requires_grad of a detached {tensor.local_shard.spec.name}. Expected an independent tensor, found an "
+            "alias of the attached parameter, which would get its gradients. Use full_tensor().requires_grad_(), or the "
+            "parameter itself."
         )
     return out
 
 
-def swapped(name: str) -> ShardedOpError:
-    """The refusal of ``torch.utils.swap_tensors``: the sharded values would stay where they are."""
-    return ShardedOpError(
-        f"Cannot use swap_tensors on parameter {name}. Expected a plain parameter, found an attached one, whose model would go "
-        "on with the old values. To change values, use parameter.copy_(value) under torch.no_grad(); to change dtype or "
-        "device (model.double(), model.to()), call attachment.detach(), change the model, attach again. With "
-        "torch.__future__.set_swap_module_params_on_conversion(True) every conversion swaps, also one that changes nothing."
-    )
-
-
-def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _hooked(func, args, kwargs, args[0]._spec.hooks)
-
-
-def _register_post_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _hooked(func, args, kwargs, args[0]._spec.post_hooks)
-
-
-def _hooked(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], table: OrderedDict[int, Callable[..., Any]]
-) -> Any:
+def _register_hook(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Put a hook in the parameter's own table; torch itself answers where there is nothing to hook (frozen: an error)."""
-    if not (args[0]._bound and args[0].requires_grad):
+    shard = args[0].local_shard
+    if not (shard.owner and args[0].requires_grad):
         return _plain(func, args, kwargs)
-    hook = args[1] if len(args) > 1 else kwargs["hook"]
+    table: OrderedDict[int, Function] = shard.spec.hooks if func is Tensor.register_hook else shard.spec.post_hooks
     # torch's own handle: its numbers are the ones that hooks from before attach have in the same table.
     handle = RemovableHandle(table)
-    table[handle.id] = hook
+    table[handle.id] = args[1] if len(args) > 1 else kwargs["hook"]
     return handle
 
 
-def _about(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _about(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """What fully_shard and FullyShardedDataParallel ask a parameter before they change anything: they would take its range."""
     caller = sys._getframe(2).f_globals.get("__name__", "")
-    if caller.startswith("torch.distributed.fsdp") and isinstance(args[0], RangeTensor) and args[0]._bound:
+    if caller.startswith("torch.distributed.fsdp") and _owner(args[0]):
         raise AttachError(
-            f"Parameter {args[0]._spec.name} is attached already. Expected fully_shard or FullyShardedDataParallel to get a "
-            "plain model, found an attached one, which is partitioned already. Train the attached model as it is, or detach() "
-            "it first."
+            f"Parameter {args[0].local_shard.spec.name} is attached already. Expected fully_shard or FullyShardedDataParallel "
+            "to get a plain model, found an attached one, which is partitioned already. Train the attached model as it is, or "
+            "detach() it first."
         )
     return _plain(func, args, kwargs)
 
 
-def _new_empty(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _new_empty(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """torch's asynchronous save makes one of every tensor and copies the attributes, which are the range, over to it."""
-    tensor = args[0]
+    tensor, shard = args[0], args[0].local_shard
     if sys._getframe(2).f_globals.get("__name__") != _STAGER:
         return with_values(func, args, kwargs)
-    return type(tensor)(torch.empty(0, dtype=tensor._at.dtype, device="cpu"), tensor._spec, device=torch.device("cpu"))
+    return type(tensor)(torch.empty(0, dtype=shard.memory.dtype, device="cpu"), shard.spec, device=torch.device("cpu"))
 
 
-def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _new(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """``p.new(p.numel())``: what stands for a missing gradient in a vector, so of the parameter's range too."""
+    tensor, sizes = args[0], args[1:]
+    spec = tensor.local_shard.spec if isinstance(tensor, ShardedTensor) else None
+    if spec is None or torch.is_grad_enabled() or kwargs or sizes != (spec.numel,) or not spec.contiguous:
+        return with_values(func, args, kwargs)
+    if not_in_a_vector(spec, spec):
+        return with_values(func, args, kwargs)
+    device = tensor.local_shard.device
+    return ShardedVector(torch.zeros(spec.own_numel, dtype=tensor.dtype, device=device), VectorShard((spec,)), device=device)
+
+
+def _set_data(func: Function, args: Args, kwargs: Kwargs) -> Any:
     tensor, value = args[0], args[1]
     if value is tensor:  # Module._apply of what changed nothing
         return None
@@ -277,14 +269,15 @@ def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     same = isinstance(value, Tensor) and value.shape == tensor.shape and value.dtype == tensor.dtype
     if not same or value.device != tensor.device:
         raise ShardedOpError(
-            f"Cannot set {tensor._spec.name}.data. Expected a tensor of shape {tuple(tensor.shape)}, {tensor.dtype} on "
-            f"{tensor.device}, found "
+            f"Cannot set {tensor.local_shard.spec.name}.data. Expected a tensor of shape {tuple(tensor.shape)}, "
+            f"{tensor.dtype} on {tensor.device}, found "
             f"{tuple(value.shape)}, {value.dtype} on {value.device}. Call attachment.detach(), change the model, attach again."
         )
     if isinstance(value, RangeTensor):
-        if value._at is tensor._at:
+        if value.local_shard.memory is tensor.local_shard.memory:
             return None
-        if value._spec is not tensor._spec:  # another parameter's range: the same elements on some ranks at most
+        # Another parameter's range has the same elements on some ranks at most.
+        if value.local_shard.spec is not tensor.local_shard.spec:
             value = value.full_tensor()
     with torch.no_grad():
         tensor.leave()
@@ -292,7 +285,7 @@ def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return None
 
 
-def _set_item(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _set_item(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """``parameter[index] = value``: change the whole value, keep this rank's range."""
     tensor, index, value = args
     if not isinstance(tensor, RangeTensor):
@@ -300,8 +293,8 @@ def _set_item(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     if _over_range(tensor, index, value):
-        tensor._local[index._local] = value
-        tensor._written()
+        tensor.local_shard.values[index.local_shard.values] = value
+        tensor.local_shard.written()
         return None
     whole = tensor.full_tensor()
     whole[index] = value.full_tensor() if isinstance(value, RangeTensor) else value
@@ -313,23 +306,23 @@ def _set_item(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _over_range(tensor: RangeTensor, index: Any, value: Any) -> bool:
     """A number is put where a mask over the same range says so (Rprop does): no other rank is needed."""
     number = isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.dim() == 0)
-    masked = isinstance(index, RangeTensor) and index.dtype is torch.bool and index._spec is tensor._spec
-    return masked and number and tensor._on.type == "cpu"
+    masked = isinstance(index, RangeTensor) and index.dtype is torch.bool and index.local_shard.spec is tensor.local_shard.spec
+    return masked and number and tensor.local_shard.device.type == "cpu"
 
 
-def _refused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor = next(value for value in args if isinstance(value, RangeTensor))
+def _refused(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    name = next(value.local_shard.spec.name for value in args if isinstance(value, RangeTensor))
     raise ShardedOpError(
-        f"Cannot compute {getattr(func, '__name__', func)} of {tensor._spec.name}. Expected the whole tensor, found one rank's "
+        f"Cannot compute {getattr(func, '__name__', func)} of {name}. Expected the whole tensor, found one rank's "
         "range. Use full_tensor(), or read it inside `with attachment.gathered(parameter):`."
     )
 
 
-def _list(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _list(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return args[0].full_tensor().tolist() if readable_whole(args[0]) else _refused(func, args, kwargs)
 
 
-def _array(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _array(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """An array of the whole value, which cannot be written: that would be lost."""
     tensor = args[0]
     if not readable_whole(tensor):
@@ -342,21 +335,21 @@ def _array(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return array
 
 
-def _format(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _format(func: Function, args: Args, kwargs: Kwargs) -> Any:
     tensor = args[0]
     number = tensor.dim() == 0 and readable_whole(tensor) and not isinstance(tensor, torch.nn.Parameter)
     return tensor.full_tensor().__format__(*args[1:]) if number else _plain(func, args, kwargs)
 
 
-def _stored(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _stored(func: Function, args: Args, kwargs: Kwargs) -> Any:
     # torch.export makes a stand-in of each parameter before it calls the model.
     if sys._getframe(2).f_globals.get("__name__") == "torch._subclasses.meta_utils":
-        raise captured("export", f"the model of {args[0]._spec.name}")
+        raise captured("export", f"the model of {args[0].local_shard.spec.name}")
     raise range_alone("use the storage of", args[0])
 
 
-#: Function -> its handler; that of any other is ``with_values``.
-FUNCTIONS: dict[Any, Handler] = {
+FUNCTIONS.update({
+    OTHERS: with_values,
     _PROPERTIES.shape.__get__: _about,
     _PROPERTIES.is_meta.__get__: _about,
     Tensor.add_: _change,
@@ -365,8 +358,9 @@ FUNCTIONS: dict[Any, Handler] = {
     Tensor.addcmul_: _change,
     Tensor.addcdiv_: _change,
     Tensor.to: _to,
-    Tensor.cpu: _cpu,
+    Tensor.cpu: _to,
     Tensor.new_empty: _new_empty,
+    Tensor.new: _new,
     torch.view_as_real: _as_real,
     torch.view_as_complex: _as_complex,
     Tensor.view_as: _like,
@@ -374,7 +368,7 @@ FUNCTIONS: dict[Any, Handler] = {
     _PROPERTIES.requires_grad.__set__: _requires_grad,
     Tensor.requires_grad_: _requires_grad,
     Tensor.register_hook: _register_hook,
-    Tensor.register_post_accumulate_grad_hook: _register_post_hook,
+    Tensor.register_post_accumulate_grad_hook: _register_hook,
     Tensor.__setitem__: _set_item,
     _PROPERTIES.data.__set__: _set_data,
     Tensor.numpy: _array,
@@ -386,4 +380,4 @@ FUNCTIONS: dict[Any, Handler] = {
     Tensor.storage: _stored,
     torch.autograd.grad: _plain,
     torch.autograd.backward: _plain,
-}
+})

@@ -1,31 +1,78 @@
-"""The ranks that share one flat buffer: who has which range, and how ranges are combined and made whole over them.
-
-``unit/flat.py`` makes it, every tensor with a range of the buffer keeps it.
+"""The ranks that share one flat buffer: who has which range, how ranges are combined over them, and whose gradients overflowed.
 
 Note: [Group and owner]
     A gradient or a state needs its group as long as somebody keeps it, whatever became of the model or its layout.  The group
     therefore knows ranks and sizes alone: from a parameter's ``.grad``, which the garbage collector cannot follow, no way
     shall lead back to the parameter.  What is bound, a parameter or an alias of one, keeps the flat buffer itself alive.
+
+Note: [Hashes]
+    A hash is a sum over 64-bit words, each times an odd number of its own and its upper bits mixed into the lower ones, modulo
+    2**64.  Each step can be undone, so that one word that differs always shows.  Without the mixing two flipped signs would
+    cancel each other.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from offload.errors import ShardedOpError
+from offload.events import Bus
 from zhooks.comm import CONTROL, Alone, Call, Transport
 from zhooks.layout import PP, SHARD, Axis, Layout, Piece
 
 if TYPE_CHECKING:
-    from zhooks.tensor.overflow import Watch
-    from zhooks.tensor.range_tensor import RangeTensor
+    from zhooks.tensor.shard import ParamShard
+    from zhooks.tensor.sharded import ShardedTensor
 
-__all__ = ["Engine", "HeldSums", "Owner", "ShardGroup"]
+_WORDS = 1 << 16
+_STEP, _ODD = 0x5851F42D4C957F2C, 0x14057B7EF767814F
+#: Overflows remembered; a run that has more of them than this is told of the latest.
+KEPT = 64
+
+#: A unit and one of its parameters.
+Name = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """A step whose gradients were not all finite.
+
+    Attributes:
+        step: counted from 0 over the steps this process has tried, skipped ones too.
+        scale: what the loss was scaled by; 1.0 where a fused optimizer unscales for a GradScaler.
+        parameters: (unit, parameter) of every gradient with an inf or a nan in it, on whichever rank.
+    """
+
+    step: int
+    scale: float
+    parameters: tuple[Name, ...]
+
+
+class Watch(Protocol):
+    """Who watches the gradients of a flat buffer (``grad/scaling.py``)."""
+
+    def outside(self, view: Tensor) -> Tensor:
+        """A parameter's value as it is to be used now, maybe outside of any forward."""
+
+    def scaler_comes(self) -> None:
+        """A GradScaler is about to unscale."""
+
+    def ask_stages(self, found: Tensor) -> None:
+        """A GradScaler has unscaled: ``found`` becomes 1 where any pipeline stage's gradients overflowed."""
+
+    def apart(self) -> Sequence[ShardGroup]:
+        """Of gradients that some ranks may lack while others have theirs (experts over ep), of all that is attached, in one
+        order on all ranks."""
+
+    def unscaled(self, grads: Sequence[ShardedTensor], found: Tensor, inv_scale: Tensor) -> None:
+        """A GradScaler has unscaled these; ``found`` is 1 where any rank's overflowed."""
 
 
 class HeldSums(Protocol):
@@ -137,14 +184,14 @@ class ShardGroup:
         """What this rank has of parameter ``index``."""
         return self.layout.pieces(index, self.rank)
 
-    def assemble(self, tensor: RangeTensor) -> Tensor:
-        """The full plain tensor of a range of this buffer.  Collective."""
-        layout, spec = self.layout, tensor._spec
+    def assemble(self, spec: ParamShard, local: Tensor) -> Tensor:
+        """The full plain tensor of a parameter of which each rank has a range, this one ``local``.  Collective."""
+        layout = self.layout
         self._check(self.transport, spec.name)
-        own = torch.zeros(layout.shard_numel, dtype=tensor.dtype, device=self._device)
-        start, local = spec.pieces[0].local if spec.pieces else 0, tensor._local
+        own = torch.zeros(layout.shard_numel, dtype=local.dtype, device=self._device)
+        start = spec.pieces[0].local if spec.pieces else 0
         own[start : start + local.numel()].copy_(local)
-        full = torch.empty(layout.padded, dtype=tensor.dtype, device=self._device)
+        full = torch.empty(layout.padded, dtype=local.dtype, device=self._device)
         self.transport.all_gather(Call(CONTROL, "full_tensor", spec.name, self.number), own, full, layout).wait()
         return spec.whole(spec.within(full, layout.starts[spec.index]).clone())
 
@@ -155,12 +202,10 @@ class ShardGroup:
             if axis == PP:
                 # Units of other stages have other names.
                 call = Call(CONTROL, f"all-reduce {op}", "all stages")
-            if axis != SHARD and axis in self.beside:
-                self._check(self.beside[axis], self.name)
-                self.beside[axis].all_reduce(call, tensor, op)
-            elif axis == SHARD and self.sharded:
-                self._check(self.transport, self.name)
-                self.transport.all_reduce(call, tensor, op)
+            transport = self.beside.get(axis) if axis != SHARD else self.transport if self.sharded else None
+            if transport is not None:
+                self._check(transport, self.name)
+                transport.all_reduce(call, tensor, op)
 
     def _check(self, transport: Transport, name: str) -> None:
         if transport.closed:
@@ -183,3 +228,59 @@ class ShardGroup:
         if axis == SHARD:
             return self.rank == 0
         return axis not in self.beside or self.beside[axis].axis.rank == 0
+
+
+class Overflows:
+    """The latest overflows of one attachment, and the number of the step that is being made."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus, self._latest = bus, deque[Overflow](maxlen=KEPT)
+        self.step, self._used = 0, False
+
+    @property
+    def latest(self) -> tuple[Overflow, ...]:
+        """Oldest first."""
+        return tuple(self._latest)
+
+    def landed(self) -> None:
+        """A backward has left gradients: another step's, where the former ones have been used."""
+        if self._used:
+            self.step, self._used = self.step + 1, False
+
+    def used(self) -> None:
+        """A step was tried with the gradients, or a scaler has judged them."""
+        self._used = True
+
+    def note(self, scale: float, names: Iterable[Name]) -> None:
+        """These gradients of the present step overflowed."""
+        found = tuple(names)
+        if not found:
+            return
+        if self._latest and self._latest[-1].step == self.step:
+            known = self._latest.pop()
+            merged = replace(known, parameters=tuple(dict.fromkeys((*known.parameters, *found))))
+        else:
+            merged = Overflow(self.step, scale, found)
+        self._latest.append(merged)
+        if self._bus.active:
+            for unit in dict.fromkeys(unit for unit, _ in found):
+                mine = [parameter for owner, parameter in found if owner == unit]
+                more = f" and {len(mine) - 1} more" if len(mine) > 1 else ""
+                self._bus.instant("overflow", f"{unit}: {mine[0]}{more} at step {self.step}, scale {scale:g}")
+
+
+def hash_of(tensor: Tensor) -> int:
+    """A hash of a plain tensor's values, in row order; see Note [Hashes]."""
+    with torch.no_grad():
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if flat.storage_offset() % 8:
+            flat = flat.clone()
+        whole = flat.numel() // 8 * 8
+        weights = torch.arange(_WORDS, dtype=torch.int64, device=flat.device).mul_(_STEP).add_(_ODD)
+        total = torch.zeros((), dtype=torch.int64, device=flat.device)
+        for piece in flat[:whole].view(torch.int64).split(_WORDS):
+            mixed = piece * weights[: piece.numel()]
+            total = total * _ODD + mixed.bitwise_xor_(mixed >> 29).mul_(_ODD).sum()
+        tail = torch.zeros(8, dtype=torch.uint8, device=flat.device)
+        tail[: flat.numel() - whole].copy_(flat[whole:])
+        return int((total * _ODD + tail.view(torch.int64)[0]).item())

@@ -1,44 +1,32 @@
 """Norms of sharded tensors: lazy, so that they are combined over the ranks once, however many tensors there are.
 
-``aten.py`` calls ``norm`` and ``foreach_norm``; what they return makes ``torch.nn.utils.clip_grad_norm_`` one all-reduce and
-not one a parameter.
+That makes ``torch.nn.utils.clip_grad_norm_`` one all-reduce and not one a parameter.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from offload.errors import ShardedOpError
 from zhooks.comm import norms_of_runs
 from zhooks.layout import PP, SHARD, TP
 from zhooks.tensor.elementwise import in_compute_memory, whole
 from zhooks.tensor.group import ShardGroup
-from zhooks.tensor.range_tensor import RangeTensor
-from zhooks.tensor.written import written_values
+from zhooks.tensor.sharded import RangeTensor
+from zhooks.tensor.stored import Args, Kwargs, OpenedTensor, Overload
 
 aten = torch.ops.aten
 #: A sum, or one for each norm of a list, and who combines it.
 Term = tuple[ShardGroup, Tensor]
 
 
-@dataclass
-class _Run:
-    """Norms of a list that follow each other in one ``_Uncombined``; of ``sum`` None, plain ones by their place in the list."""
-
-    sum: _Uncombined | None
-    first: int
-    count: int
-
-
-def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def norm(func: Overload, args: Args, kwargs: Kwargs) -> Tensor:
     """The norm of one tensor, not combined over the ranks yet where they share it."""
     tensor, given = args[0], _norm_arguments(func, args, kwargs)
     if not isinstance(tensor, RangeTensor) or not _of_all(tensor, given["dim"]):
@@ -48,7 +36,7 @@ def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return _into(kwargs["out"], made) if "out" in kwargs else made
 
 
-def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+def foreach_norm(func: Overload, args: Args, kwargs: Kwargs) -> list[Tensor] | None:
     """The same of a list; of ranges in the memory they are computed in by one list operation for each kind of them."""
     named = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
     tensors, ord, dtype = named["self"], float(named.get("ord", 2)), named.get("dtype")
@@ -58,7 +46,7 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
         if not isinstance(tensor, RangeTensor):
             norms[at] = torch.linalg.vector_norm(tensor, ord, dtype=dtype)
         elif in_compute_memory(tensor):
-            batches.setdefault((tensor._spec.group.ranks(), tensor.dtype, tensor._on), []).append(at)
+            batches.setdefault((tensor.local_shard.spec.group.ranks(), tensor.dtype, tensor.local_shard.device), []).append(at)
         else:
             batches[at] = [at]  # others would take memory for all of them at once
     for places in batches.values():
@@ -79,27 +67,28 @@ def _norms(tensors: Sequence[RangeTensor], ord: float, dtype: torch.dtype | None
     """
     for tensor in tensors:
         tensor.check_numbers()
-    lead, group = tensors[0], tensors[0]._spec.group
-    ranges = [tensor._local.to(tensor._on) for tensor in tensors]  # as in `total`
+    shards = [tensor.local_shard for tensor in tensors]
+    on, own_dtype, group = shards[0].device, tensors[0].dtype, shards[0].spec.group
+    ranges = [shard.values.to(on) for shard in shards]  # as in `aten._total`
     if not (group.sharded or group.spans(TP) or group.spans(PP)):
         return list(torch._foreach_norm(ranges, ord, dtype=dtype))
     # What all ranks of the tp axis hold alike counts on the first of them.
     again = not group.first(TP) and _combination(ord) == "sum"
-    pairs = zip(ranges, tensors, strict=True)
-    counted = [bool(local.numel()) and not (again and tensor._spec.place is None) for local, tensor in pairs]
+    pairs = zip(ranges, shards, strict=True)
+    counted = [bool(local.numel()) and not (again and shard.spec.place is None) for local, shard in pairs]
     values = [local for local, counts in zip(ranges, counted, strict=True) if counts]
-    half = lead.dtype in (torch.float16, torch.bfloat16)
+    half = own_dtype in (torch.float16, torch.bfloat16)
     sums = torch.float32 if half and dtype is None else dtype
-    if half and sums == torch.float32 and lead._on.type == "cpu":
+    if half and sums == torch.float32 and on.type == "cpu":
         # The CPU converts all values before it sums them, and that copy is a buffer like others: bounded.
         made = [_over_runs(norms_of_runs(local, ord, group.buffer_nbytes), ord) for local in values]
     else:
         made = list(torch._foreach_norm(values, ord, dtype=sums)) if values else []
     if not all(counted):
-        nothing = torch.full((), _nothing(ord), dtype=_real(sums or lead.dtype), device=lead._on)
+        nothing = torch.full((), _nothing(ord), dtype=_real(sums or own_dtype), device=on)
         rest = iter(made)
         made = [next(rest) if counts else nothing for counts in counted]
-    uncombined = _Uncombined([(group, _power(torch.stack(made), ord))], ord, _real(dtype or lead.dtype))
+    uncombined = _Uncombined([(group, _power(torch.stack(made), ord))], ord, _real(dtype or own_dtype))
     return [PartialNorm(uncombined, at) for at in range(len(tensors))]
 
 
@@ -111,7 +100,7 @@ def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-def _norm_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _norm_arguments(func: Overload, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """What a call of any overload of a norm says of order, dimensions and dtype."""
     named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     ord = named["ord"] if "ord" in named else named.get("p", 2)
@@ -192,7 +181,7 @@ class _Uncombined:
             )
 
 
-class PartialNorm(torch.Tensor):
+class PartialNorm(OpenedTensor):
     """A norm, or a vector of them: |x|^p summed (or maximised) over this rank's ranges, still to be combined.
 
     What all ranks of the tp axis hold alike counts on the first of them, so that every element is summed over both axes.
@@ -217,31 +206,39 @@ class PartialNorm(torch.Tensor):
         norm._sum, norm._at = sum, at
         return norm
 
-    def _plain(self) -> Tensor:
+    def opened(self) -> Tensor:
         """Its memory as a plain tensor, filled."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._sum.fill()
             empty = torch.empty(0, dtype=self.dtype, device=self.device)
             return empty.set_(self.untyped_storage(), int(self.storage_offset()), tuple(self.shape), self.stride())
 
+    def wrote(self, values: Tensor) -> None:
+        """It has the memory and shape of ``values`` from now on (``unsqueeze_``, ``resize_``, ``out=``)."""
+        self._sum.stands = False
+        with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+            self.set_(values.untyped_storage(), int(values.storage_offset()), tuple(values.shape), values.stride())
+
+    plain = opened
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         if self._sum.filled:
-            return repr(self._plain())
+            return repr(self.opened())
         return f"PartialNorm(shape={tuple(self.shape)}, ord={self._sum.ord}): not combined over the ranks yet"
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Callable[..., Any], types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         if func in _OF_MEMORY or func is _SET_DATA:
             args[0]._sum.stands = False
-            args = (args[0] if func is _SET_DATA else args[0]._plain(), *map(_values, args[1:]))
+            args = (args[0] if func is _SET_DATA else args[0].opened(), *map(_values, args[1:]))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Overload, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
         first: Any = args[0] if args else None
@@ -258,7 +255,7 @@ class PartialNorm(torch.Tensor):
                     total = total.to(given["dtype"] or first.dtype)
                     total = total.reshape((1,) * first.dim()) if given["keepdim"] else total
                     return _into(kwargs["out"], total) if "out" in kwargs else total
-        return _in_memory(func, args, kwargs)
+        return cls.on_values(func, args, kwargs)
 
 
 # What reads memory past torch's dispatch, or copies it.
@@ -271,72 +268,37 @@ _OF_MEMORY = frozenset(
 _SET_DATA = cast(Any, Tensor.data).__set__
 
 
-def _in_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carry out ``func`` on the memory of norms; see Note [Filled at the first use]."""
-    opened: dict[int, tuple[PartialNorm, Tensor]] = {}
-
-    def plain(norm: PartialNorm) -> Tensor:
-        if id(norm) not in opened:
-            opened[id(norm)] = (norm, norm._plain())
-        return opened[id(norm)][1]
-
-    used_args, used_kwargs = tree_map_only(PartialNorm, plain, (args, kwargs))
-    result = func(*used_args, **used_kwargs)
-    changed = tree_leaves((args, kwargs)) if func.is_view else written_values(func, args, kwargs)
-    for norm in changed:
-        if isinstance(norm, PartialNorm):
-            norm._sum.stands = False
-            _lay_out(norm, opened[id(norm)][1])
-    same = {id(used): norm for norm, used in opened.values()}
-    return tree_map_only(Tensor, lambda value: same.get(id(value), value), result)
-
-
-def _lay_out(norm: PartialNorm, like: Tensor) -> None:
-    """Give a norm the memory and shape that an operation left its plain tensor with (``unsqueeze_``, ``resize_``, ``out=``)."""
-    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
-        norm.set_(like.untyped_storage(), int(like.storage_offset()), tuple(like.shape), like.stride())
-
-
-def _stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Norms one by one; those that the same ranks combine as one term."""
+def _stack(func: Overload, args: Args, kwargs: Kwargs) -> Tensor:
+    """Norms one by one; those that the same ranks combine are one term."""
     parts = args[0]
-    runs: list[_Run] = []
-    for at, part in enumerate(parts):
-        own = part._sum if isinstance(part, PartialNorm) and part._sum.stands else None
-        first = at if own is None else part._at
-        if runs and runs[-1].sum is own and runs[-1].first + runs[-1].count == first:
-            runs[-1].count += 1
-        else:
-            runs.append(_Run(own, first, 1))
-    standing = [run.sum for run in runs if run.sum is not None]
+    sums = [part._sum if isinstance(part, PartialNorm) and part._sum.stands else None for part in parts]
+    standing = [one for one in sums if one is not None]
     if not standing or any(one.ord != standing[0].ord or len(one.terms) > 1 or one.plain for one in standing):
-        return cast(Tensor, _in_memory(func, args, kwargs))
-    lead = standing[0]
-    groups: dict[Hashable, ShardGroup] = {}
-    for one in standing:
-        groups.setdefault(one.terms[0][0].ranks(), one.terms[0][0])
-    whole = {at: _values(parts[at]) for run in runs if run.sum is None for at in range(run.first, run.first + run.count)}
-    leading, made = lead.terms[0][0].ranks(), lead.terms[0][1].dtype
-    nothing = torch.full_like(lead.terms[0][1][:1], _nothing(lead.ord)) if len(groups) > 1 else None
-    terms = []
-    for key, group in groups.items():
-        vectors: list[Tensor] = []
-        for run in runs:
-            span = range(run.first, run.first + run.count)
-            if (leading if run.sum is None else run.sum.terms[0][0].ranks()) != key:
-                assert nothing is not None
-                vectors.append(nothing.expand(run.count))
-            elif run.sum is None:
-                vectors.append(torch.stack([_known(whole[at], lead).to(made) for at in span]))
-            else:
-                vectors.append(run.sum.terms[0][1][span.start : span.stop].to(made))
-        terms.append((group, vectors[0] if len(vectors) == 1 else torch.cat(vectors)))
+        return cast(Tensor, PartialNorm.on_values(func, args, kwargs))
+    lead, (leading, powers) = standing[0], standing[0].terms[0]
+    plain = {at: _values(part) for at, part in enumerate(parts) if sums[at] is None}
+    terms: list[Term] = []
+    if all(one is lead for one in sums) and [part._at for part in parts] == list(range(len(powers))):
+        terms = [(leading, powers)]
+    else:
+        nothing = torch.full_like(powers[0], _nothing(lead.ord))
+        groups: dict[Hashable, ShardGroup] = {}
+        for some in standing:
+            groups.setdefault(some.terms[0][0].ranks(), some.terms[0][0])
+        for key, group in groups.items():
+            own = [nothing] * len(parts)
+            for at, one in enumerate(sums):
+                if one is None and group is leading:
+                    own[at] = _known(plain[at], lead)
+                elif one is not None and one.terms[0][0].ranks() == key:
+                    own[at] = one.terms[0][1][parts[at]._at]
+            terms.append((group, torch.stack([power.to(powers.dtype) for power in own])))
     dtype = reduce(torch.promote_types, (part.dtype for part in parts))
-    return PartialNorm(_Uncombined(terms, lead.ord, dtype, list(whole.values())))
+    return PartialNorm(_Uncombined(terms, lead.ord, dtype, list(plain.values())))
 
 
 def _values(part: Any) -> Any:
-    return part._plain() if isinstance(part, PartialNorm) else part
+    return part.opened() if isinstance(part, PartialNorm) else part
 
 
 def _with_absent(terms: list[Term], ord: float) -> list[Term]:

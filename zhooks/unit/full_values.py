@@ -129,7 +129,7 @@ def _own(flat: Flat, ranges: Ranges, index: int, dtype: torch.dtype) -> Tensor:
     if isinstance(ranges, Tensor):
         return flat.local(index, ranges)
     if isinstance(ranges[index], ShardedTensor):
-        local: Tensor = ranges[index]._local
+        local: Tensor = ranges[index].local_shard.values
         return local
     return torch.zeros((), dtype=dtype, device=flat.kind.device).expand(flat.span(index)[1])
 
@@ -141,5 +141,5 @@ def _shard(flat: Flat, ranges: Ranges, dtype: torch.dtype) -> Tensor:
     shard = torch.zeros(flat.shard_numel, dtype=dtype, device=flat.kind.device)
     for index, tensor in enumerate(ranges):
         if isinstance(tensor, ShardedTensor):
-            flat.local(index, shard).copy_(tensor._local)
+            flat.local(index, shard).copy_(tensor.local_shard.values)
     return shard

@@ -38,7 +38,7 @@ def bring(states: OwnedStates, values: Tensor | None) -> None:
         if not isinstance(tensor, StoredTensor):
             return tensor
         if id(tensor) not in known:
-            here = own is not None and values is not None and tensor._block is own.block
+            here = own is not None and values is not None and tensor.block is own.block
             known[id(tensor)] = tensor.placed_in(values) if here and values is not None else tensor.plain()
         return known[id(tensor)]
 
@@ -193,7 +193,7 @@ def adopt(store: Store, states: OwnedStates, where: Where, shared: Set[int]) -> 
     if own is not None and own.block.tier is not tier:
         store.move(own.block, tier)
     stands = [one for value in states.values() for one in plain_parts(value) if isinstance(one, StoredTensor)]
-    if not _leaves(states, store.compute, shared) and all(own is not None and one._block is own.block for one in stands):
+    if not _leaves(states, store.compute, shared) and all(own is not None and one.block is own.block for one in stands):
         return
     if own is None:
         bring(states, None)

@@ -175,7 +175,7 @@ def _flats(members: Iterable[Whole]) -> list[Flat]:
 
 
 def _block(tensor: Tensor | None) -> Block | None:
-    return tensor._block if isinstance(tensor, ShardedTensor) else None
+    return tensor.local_shard.block if isinstance(tensor, ShardedTensor) else None
 
 
 def _fetched(store: Store, blocks: Iterable[Block | None]) -> Fetched:

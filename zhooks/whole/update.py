@@ -305,14 +305,14 @@ def _raised(action: Callable[[], None]) -> Exception | None:
 
 def _value(one: Whole) -> Tensor:
     param: Any = one.param
-    local: Tensor = param._local
+    local: Tensor = param.local_shard.values
     return local
 
 
 def _gradient(one: Whole) -> Tensor:
     grad = grad_of(one.param)
     assert grad is not None
-    local = grad._local if isinstance(grad, ShardedTensor) else one.spec.take(grad)
+    local = grad.local_shard.values if isinstance(grad, ShardedTensor) else one.spec.take(grad)
     return local.to(one.flat.kind.master)
 
 
@@ -327,5 +327,5 @@ def _half_done(done: str, more: str) -> str:
 def _wrote(one: Whole) -> None:
     """This rank's range has new values."""
     param: Any = one.param
-    param._written()
+    param.local_shard.written()
     torch.autograd.graph.increment_version(param)

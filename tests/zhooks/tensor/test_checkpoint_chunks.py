@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 
-from zhooks.tensor.checkpoint_chunks import boxes
+from zhooks.tensor.stored import boxes
 
 SHAPES = [(), (7,), (1,), (4, 5), (1, 6), (3, 1), (2, 3, 4), (3, 1, 2), (2, 2, 3, 2), (1, 1, 5), (2, 2, 2, 2, 2)]
 

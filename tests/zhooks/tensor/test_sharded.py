@@ -302,6 +302,17 @@ def test_a_step_over_lists_updates_ranges_beside_a_plain_parameter_and_what_is_g
         torch.testing.assert_close(sharded(ours).full_tensor(), theirs.detach(), rtol=1e-6, atol=1e-7, msg=name)
 
 
+@on_ranks(1, 2)
+def test_lists_that_meet_a_number_first_or_a_vector_of_numbers_give_the_ranges_of_what_plain_torch_gives() -> None:
+    model, _, plain = attached()
+    ours, theirs = ([param.grad for param in net.parameters() if param.grad is not None] for net in (model, plain))
+    made, expected = (torch._foreach_pow(2.0, grads) for grads in (ours, theirs))
+    for grads in (ours, theirs):
+        torch._foreach_addcmul_(grads, grads, grads, torch.arange(len(grads)) * 0.5)
+    for one, other in zip([*made, *ours], [*expected, *theirs], strict=True):
+        torch.testing.assert_close(sharded(one).full_tensor(), other, rtol=1e-6, atol=1e-7)
+
+
 # ---- what it refuses, by name
 
 
