@@ -155,7 +155,7 @@ ORDER = {
         "__init__", "integrations", "simulate cpu_transport parallel resilience live report whole",
         "attach", "session", "build", "plan", "checkpoint", "run", "optim", "activation", "grad",
         "unit", "tensor", "comm", "layout",
-        "refusals tiling tree", "compiled keywords rng", "shadowed",
+        "refusals tree", "compiled keywords rng", "shadowed",
     ),
     "offload": (
         "__init__", "deepspeed dcp", "shards torchfiles", "stash", "store", "kernels", "disk",

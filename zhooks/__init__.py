@@ -42,7 +42,6 @@ from zhooks.simulate import Proposals, Simulation, Slowdown, find_policy, simula
 from zhooks.simulate import chosen_for as _chosen_for
 from zhooks.simulate import on_paper as _on_paper
 from zhooks.tensor import ShardedTensor
-from zhooks.tiling import TiledLinear
 
 __all__ = [
     "AttachError",
@@ -67,7 +66,6 @@ __all__ = [
     "SimulationError",
     "Slowdown",
     "TierError",
-    "TiledLinear",
     "ZhooksError",
     "attach",
     "find_policy",

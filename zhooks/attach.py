@@ -26,7 +26,7 @@ from zhooks.checkpoint import Pretrained, Saving, gathered, save_full, save_pret
 from zhooks.comm import meet, open_comm
 from zhooks.grad import ReduceHook
 from zhooks.keywords import explained, explained_methods
-from zhooks.plan import Request, look, read
+from zhooks.plan import Request, make, read
 from zhooks.run import batches
 from zhooks.session import (
     CHOOSERS,
@@ -109,7 +109,7 @@ def attach_requested(request: Callable[[], Request]) -> Attachment:
         comm = open_comm(asked.mesh, asked.policy, asked.device, asked.facts, meeting, asked.everywhere)
         undo.callback(comm.close)
         choice = CHOOSERS[0](asked, comm) if asked.automatic else None
-        return Attachment(open_session(look(asked if choice is None else choice.request, comm), comm, undo, choice))
+        return Attachment(open_session(make(asked if choice is None else choice.request, comm), comm, undo, choice))
 
 
 @explained_methods

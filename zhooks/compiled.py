@@ -1,8 +1,5 @@
 """torch.compile beside zhooks: what of ours stays outside compiled graphs, and models seen through the wrappers it makes.
 
-``run/hooks.py`` marks its hooks, the session has the packages named to Dynamo, ``layout/``, ``plan/`` and ``checkpoint/`` ask
-for modules and names without wrappers, and ``run/runtime.py`` whether graphs broke.  It compiles nothing and changes no module.
-
 Note: [Outside compiled graphs]
     What gathers and releases is bound to the moment it runs, and to this pass: traced into a graph it would happen at the
     wrong time, or break the graph at every operation that Dynamo does not know.  So Dynamo runs our hooks in Python: where

@@ -1,8 +1,5 @@
 """What ``attach`` and the methods of an ``Attachment`` say to a keyword that they do not have: a key of the policy, say, or an
-argument of another library.
-
-`attach.py` wraps ``attach`` in `explained`, and ``Attachment`` in `explained_methods`.  It never passes a keyword on, and
-changes no signature.
+argument of FSDP2 or DeepSpeed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Errors that several packages raise alike.
-
-It formats messages and decides nothing.
-"""
+"""Errors that several packages raise alike."""
 
 from __future__ import annotations
 

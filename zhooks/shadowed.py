@@ -1,7 +1,6 @@
 """Whether ``offload`` is the package that is installed with this one, and not a script of the user's with the same name.
 
-``zhooks/__init__.py`` imports this before anything else, as importing such a script would run it a second time.  It never
-imports what it looks for.
+``zhooks/__init__.py`` imports this before anything else, as importing such a script would run it a second time.
 """
 
 from importlib.util import find_spec

@@ -7,6 +7,7 @@ what it trains.  Names have no trace of the wrappers of ``torch.compile``.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -53,18 +54,23 @@ def named_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, uncompiled(child)) for name, child in reversed(names.values()))
 
 
+def _named(module: nn.Module, tensors: str, prefix: str, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
+    """What the tables of this name of a module, and of all below it, hold."""
+    seen: set[int] = set()
+    for where, inner in _walk(module, prefix, set(), remove_duplicate):
+        for key, tensor in getattr(inner, tensors).items():
+            if tensor is None or id(tensor) in seen:
+                continue
+            if remove_duplicate:
+                seen.add(id(tensor))
+            yield plain_name(f"{where}.{key}" if where else key), tensor
+
+
 def named_parameters(
     module: nn.Module, prefix: str = "", *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a module and of all below it by name, each once unless all names are wanted."""
-    seen: set[int] = set()
-    for where, inner in _walk(module, prefix, set(), remove_duplicate):
-        for key, param in inner._parameters.items():
-            if param is None or id(param) in seen:
-                continue
-            if remove_duplicate:
-                seen.add(id(param))
-            yield plain_name(f"{where}.{key}" if where else key), param
+    return _named(module, "_parameters", prefix, remove_duplicate)
 
 
 def parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -79,14 +85,7 @@ def own_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 def named_buffers(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
     """The buffers of a module and of all below it by name, each once unless all names are wanted."""
-    seen: set[int] = set()
-    for where, inner in _walk(module, "", set(), remove_duplicate):
-        for key, buffer in inner._buffers.items():
-            if buffer is None or id(buffer) in seen:
-                continue
-            if remove_duplicate:
-                seen.add(id(buffer))
-            yield plain_name(f"{where}.{key}" if where else key), buffer
+    return _named(module, "_buffers", "", remove_duplicate)
 
 
 def buffers(module: nn.Module) -> Iterator[Tensor]:

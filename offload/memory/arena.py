@@ -1,7 +1,7 @@
 """Memory reserved ahead for what lives long, so that what lives briefly never strands between it (MD).
 
 ``zhooks/unit/buffer_pool.py`` takes ranges for shards, gathered units and sums, ``zhooks/activation/inputs.py`` for what
-recomputed units keep; the sizes are a plan's (``zhooks/plan/arena.py``).
+recomputed units keep; the sizes are a plan's (``zhooks/plan/budget.py``).
 
 Source: ZeRO, arXiv:1910.02054, sections 3.2 and 6.3.
 

@@ -92,25 +92,31 @@ class Happening:
 
 
 class Listener(Protocol):
-    """Who follows a machine.  Calls come in the order in which the host issued what they are about."""
+    """Who follows a machine; a subclass has what it needs.  Calls come in the order in which the host issued their causes."""
 
     def happened(self, happening: Happening) -> None:
         """Something was given to a stream, or done by the host."""
+        return None
 
     def recorded(self, moment: Moment, stream: Stream) -> None:
         """A moment is the point that the stream has been given work up to."""
+        return None
 
     def awaited(self, moment: Moment, stream: Stream) -> None:
         """What the stream is given from now on comes after the moment."""
+        return None
 
     def kept(self, access: Access, stream: Stream) -> None:
         """Memory that is freed is not used again before what the stream has been given by then."""
+        return None
 
     def allocated(self, address: int, nbytes: int, index: int, stream: Stream) -> None:
         """Memory was taken by who works on the stream."""
+        return None
 
     def freed(self, address: int, nbytes: int, index: int) -> None:
         """And was given back."""
+        return None
 
 
 class Stream:

@@ -27,6 +27,7 @@ SMALL: dict[str, tuple[str, list[str], str]] = {
     "minimal": ("minimal", ["--steps", "12"], ""),
     "elastic": ("elastic", ["--steps", "12"], ""),
     "three tiers": ("three_tiers", ["--steps", "8", "--dim", "32", *TEXT], ""),
+    "tiles": ("tiled_linear", ["--steps", "12", "--classes", "64"], ""),
     "bert": ("bert", ["--steps", "12", "--batch", "4", "--hidden", "32", "--layers", "1", *TEXT], "transformers"),
     "vit": ("vision", ["--steps", "12", "--batch", "16", "--size", "16", "--width", "16"], "transformers"),
     "resnet": ("vision", ["--model", "resnet", "--steps", "12", "--size", "16", "--width", "16"], "transformers"),

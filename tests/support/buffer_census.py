@@ -124,7 +124,7 @@ def storages(*tensors: Any) -> set[int]:
     """The identities of the memory behind tensors, sharded ones by their range."""
     found = set()
     for tensor in tensors:
-        local = getattr(tensor, "_at", tensor)
+        local = getattr(getattr(tensor, "local_shard", None), "memory", tensor)
         if isinstance(local, Tensor):
             found.add(local.untyped_storage()._cdata)
     return found

@@ -47,6 +47,7 @@ from offload.text import counted
 from zhooks import tree
 from zhooks.activation.objects import Found
 from zhooks.activation.residual import Residual
+from zhooks.layout import is_tile
 from zhooks.refusals import modified
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, Unit
@@ -75,7 +76,8 @@ def recomputed(model: nn.Module, units: Iterable[Unit]) -> dict[int, tuple[Unit,
 
 def _keeps_only_inputs(module: nn.Module) -> bool:
     leaf = next(tree.children(module), None) is None
-    return leaf and type(module).__module__.startswith(("torch.nn.", "zhooks.tiling")) and not isinstance(module, nn.RNNBase)
+    layer = type(module).__module__.startswith("torch.nn.") or is_tile(module)
+    return leaf and layer and not isinstance(module, nn.RNNBase)
 
 
 def nothing_recomputed(model: nn.Module, units: Sequence[Unit]) -> str:

@@ -36,7 +36,7 @@ from offload.policy import Activation
 from offload.stash import Stash
 from offload.text import shown
 from zhooks import tree
-from zhooks.tiling import Tile
+from zhooks.layout import is_tile
 
 _address = torch._C._storage_address  # type: ignore[attr-defined]
 _REFUSED = "saved tensor hooks"
@@ -284,7 +284,7 @@ class Residual:
     def layers(self) -> Layers | None:
         """What repeats in the last forward that was counted: modules of one class entered with [batch, seq, hidden]."""
         # Tiles are parts of one layer.
-        calls = [call for call in self._calls if not isinstance(call.module, Tile)]
+        calls = [call for call in self._calls if not is_tile(call.module)]
         alike = Counter((type(call.module), call.shape, call.itemsize) for call in calls)
         often = [key for key, count in alike.items() if count > 1]
         if not often:

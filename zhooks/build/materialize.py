@@ -1,7 +1,6 @@
-"""Models built under ``torch.device("meta")``: give each unit memory and values just before it is sharded.
+"""Models built under ``torch.device("meta")``: memory and values for each unit just before it is sharded.
 
-``shard.py`` hands it every group in turn, then the buffers.  No more than one unit is whole at a time.  It never guesses
-a value: what has no initialiser was refused before (``plan/initialisers.py``), what an initialiser leaves out is refused here.
+What has no initialiser was refused before (``plan/checks.py``), what an initialiser leaves out is refused here.
 """
 
 from __future__ import annotations

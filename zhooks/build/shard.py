@@ -1,7 +1,6 @@
-"""From a model to units: fill, make ranks equal, shard, and swap parameters.
+"""From a model to units and back: fill, make ranks equal, shard, swap parameters; and plain, full parameters again.
 
-``session/open.py`` calls it once, with a plan.  One unit at a time is whole, so the peak is the shards and one unit.  It
-decides nothing about layouts, never runs a forward and installs no hook.
+One unit at a time is whole, so the peak is the shards and one unit; on the way back, one flat.
 """
 
 from __future__ import annotations
@@ -16,15 +15,16 @@ from torch import Tensor, nn
 
 from offload.errors import AttachError
 from zhooks.build.materialize import Materializer, swap_memory
-from zhooks.build.restore import swap, swap_out
+from zhooks.checkpoint import plain_states
 from zhooks.comm import CONTROL, Call, Comm, ControlPlane
 from zhooks.layout import FlatPlan, Group, Keeps, UnitPlan, part_of
+from zhooks.optim import marked, state_keys, whole_vectors
 from zhooks.plan import Plan
-from zhooks.run import forget_idle_graphs
+from zhooks.run import forget_idle_graphs, rehook
 from zhooks.tensor import ParamShard, ShardedOverTp, ShardedTensor
-from zhooks.unit import Flat, Links, Pool, Scratch, Unit, find_slots, loose_references, spread
+from zhooks.unit import Flat, Links, Pool, Ranges, Scratch, Unit, all_copies, find_slots, loose_references, spread
 
-__all__ = ["BuildContext", "build_units", "flat_of"]
+__all__ = ["BuildContext", "build_units", "flat_of", "restore_units"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def build_unit(unit: Unit, context: BuildContext, materializer: Materializer, sc
     """
     scratch.reset()
     # A module of a meta model fills itself whole: its unit lies in the scratch buffer at once, others flat by flat.
-    meta = on_meta(unit.plan.group)
+    meta = _on_meta(unit.plan.group)
     with ControlPlane(context.comm.stage, "attach").all_or_none():
         for plan in unit.plan.flats:
             unit.flats.append(flat_of(plan, unit.plan.params(plan), context))
@@ -98,7 +98,7 @@ def flat_of(plan: FlatPlan, params: Sequence[nn.Parameter], context: BuildContex
     return flat
 
 
-def on_meta(group: Group) -> bool:
+def _on_meta(group: Group) -> bool:
     """The group's parameters are still to be made."""
     return any(param.device.type == "meta" for param in group.params.values())
 
@@ -108,7 +108,7 @@ def scratch_for(units: Sequence[UnitPlan], bound: int, device: torch.device) -> 
     sizes = [0]
     for unit in units:
         moving = [flat.layout.padded * flat.kind.master.itemsize for flat in unit.flats if flat.keeps is not Keeps.FULL]
-        if on_meta(unit.group):
+        if _on_meta(unit.group):
             sizes.append(sum(-(-nbytes // Scratch.ALIGN) * Scratch.ALIGN for nbytes in moving))
         else:
             # What is longer than any buffer passes through one.
@@ -129,7 +129,7 @@ def _take(flat: Flat, full: Tensor, context: BuildContext, *, sync: bool) -> Non
         for spec, start, param, grad in zip(flat.specs, flat.layout.starts, flat.params, grads, strict=True):
             value = spec.within(full, start)
             if isinstance(param, ShardedTensor):
-                swap_out(spec, param, nn.Parameter(spec.wrap(value.clone()), param.requires_grad))
+                _swap_out(spec, param, nn.Parameter(spec.wrap(value.clone()), param.requires_grad))
                 param.grad = grad
             elif part_of(param).data_ptr() == value.data_ptr():
                 part_of(param).data = value.clone()
@@ -186,9 +186,10 @@ def _swap_in(flat: Flat, index: int, param: nn.Parameter) -> None:
     spec.post_hooks = post if post is not None else spec.post_hooks
     grad = None if param.grad is None else ShardedTensor(spec.take(param.grad).clone(), spec)
     own_grad, param.grad = param.grad, None
-    _drop_hooks(param)
+    # They go with the other tensor of a swap: registering starts anew.
+    bare._backward_hooks = bare._post_accumulate_grad_hooks = None
     try:
-        swap(param, made)
+        _swap(param, made)
     except RuntimeError as error:
         bare._backward_hooks, bare._post_accumulate_grad_hooks, bare.grad = hooks, post, own_grad
         raise AttachError(
@@ -197,11 +198,6 @@ def _swap_in(flat: Flat, index: int, param: nn.Parameter) -> None:
         ) from error
     if grad is not None:
         param.grad = grad
-
-
-def _drop_hooks(param: Any) -> None:
-    """Forget hooks that went with the other tensor of a swap, so that registering starts anew."""
-    param._backward_hooks = param._post_accumulate_grad_hooks = None
 
 
 def shard_states(unit: Unit, optimizer: torch.optim.Optimizer, context: BuildContext) -> None:
@@ -215,3 +211,85 @@ def shard_states(unit: Unit, optimizer: torch.optim.Optimizer, context: BuildCon
                     made.append((param, key, ShardedTensor(spec.take(value).clone(), spec)))
     for param, key, state in made:
         optimizer.state[param][key] = state
+
+
+# The way back.
+
+
+def restore_units(
+    model: nn.Module, units: Sequence[Unit], optimizers: Sequence[torch.optim.Optimizer], *, narrow: bool
+) -> None:
+    """Make parameters, their gradients and optimizer states plain and full; nothing of units that are.  Collective.
+
+    ``narrow``: states were kept wider than the parameters, which a plain optimizer could not use; they take their dtype.
+    """
+    for optimizer in optimizers:
+        whole_vectors(optimizer)
+    with loose_references(model):
+        for unit in units:
+            _restore_unit(unit, optimizers, narrow)
+
+
+@torch.no_grad()
+def _restore_unit(unit: Unit, optimizers: Sequence[torch.optim.Optimizer], narrow: bool) -> None:
+    for flat in unit.flats:
+        if not flat.holds:
+            continue  # plain already, or attach raised before this one held anything
+        for optimizer in optimizers:
+            for key in state_keys(flat, optimizer):
+                states = [optimizer.state.get(param, {}).get(key) for param in flat.params]
+                for param, state, value in zip(flat.params, states, _as_before(flat, states), strict=True):
+                    if isinstance(state, ShardedTensor):
+                        wide = narrow and value.is_floating_point()
+                        optimizer.state[param][key] = value.to(flat.kind.master) if wide else value
+            plain_states(optimizer, flat.params, flat.transport)
+        grads = [param.grad for param in flat.params]
+        held = [isinstance(grad, ShardedTensor) for grad in grads]
+        full_grads = _as_before(flat, grads) if any(held) else []
+        values = _as_before(flat, flat.shard)
+        for index, param in enumerate(flat.params):
+            if not isinstance(param, ShardedTensor):
+                continue
+            plain = nn.Parameter(values[index], param.requires_grad)
+            _swap_out(flat.specs[index], param, plain)
+            if held[index]:
+                param.grad = full_grads[index]
+        flat.detach()
+
+
+def _as_before(flat: Flat, ranges: Ranges) -> list[Tensor]:
+    """Full values as the model had them: what was a DTensor is one.  Collective."""
+    return [spec.wrap(part) for spec, part in zip(flat.specs, all_copies(flat, ranges), strict=True)]
+
+
+def _swap_out(spec: ParamShard, param: nn.Parameter, plain: nn.Parameter) -> None:
+    """Make ``param`` what ``plain`` is, keeping identity, hooks and the user's attributes."""
+    marked(plain, param)
+    param.grad = None
+    _swap(param, plain)
+    rehook(param, spec)
+
+
+def _swap(param: nn.Parameter, made: nn.Parameter) -> None:
+    """Exchange the tensors of two parameters, past what a sharded one answers itself.
+
+    Of one that was frozen while a graph (an earlier loss) still refers to it, torch asks for the node of the graph that keeps
+    it, which autograd gives of what requires grad alone.
+
+    Raises:
+        RuntimeError: something else refers to one of them.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        kept = (
+            param._use_count() > 1  # type: ignore[attr-defined]
+            and not param.requires_grad
+            and (param.is_floating_point() or param.is_complex())
+        )
+        if kept:
+            param.requires_grad_(True)
+        try:
+            torch.utils.swap_tensors(param, made)
+        except RuntimeError:
+            if kept:
+                param.requires_grad_(False)
+            raise

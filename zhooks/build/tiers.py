@@ -1,15 +1,10 @@
-"""The tiers of an attachment, open: the store of what is kept off the device.
-
-``session/open.py`` opens them as ``plan/tiers.py`` admitted, and asks nothing else whether there are any: an attachment that
-keeps everything on the device has tiers that do nothing.  It never touches a parameter.
-"""
+"""The tiers of an attachment, open: the store of what is kept off the device, if anything is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import ClassVar
 
 import torch
 
@@ -25,13 +20,13 @@ from offload.tier import Tier
 from offload.user_warnings import warn_user
 from zhooks.comm import Comm, ControlPlane
 from zhooks.layout import UnitPlan
-from zhooks.plan import Admission, Need, admit, admit_any
+from zhooks.plan import Admission, admit
 
 __all__ = ["Tiers", "open_tiers"]
 
 
 class Tiers:
-    """Of an attachment that keeps everything on the device: nothing to open, to fetch or to put back.
+    """What is kept off the device, as it was admitted; of an attachment that keeps everything there, nothing.
 
     Attributes:
         store: what is kept elsewhere.
@@ -39,9 +34,10 @@ class Tiers:
         fixed: tables of the policy that cannot change any more.
     """
 
-    store: Store | None = None
-    limits: Mapping[Tier, int | None] = MappingProxyType({})
-    fixed: ClassVar[tuple[str, ...]] = ("units", "comm")
+    def __init__(self, store: Store | None = None, admitted: Admission | None = None) -> None:
+        self.store, self._admitted = store, admitted
+        self.limits: Mapping[Tier, int | None] = MappingProxyType({}) if admitted is None else admitted.limits
+        self.fixed = ("units", "comm") if store is None else ("units", "comm", "disk", "host")
 
     def change(self, policy: Policy, device: torch.device, units: Sequence[UnitPlan], comm: Comm, bus: Bus) -> Tiers:
         """The tiers under another policy, for units planned by it.  Collective.
@@ -50,10 +46,19 @@ class Tiers:
             BudgetError: what is to be kept on a tier exceeds its budget.
             CapabilityError: the machine lacks what the policy asks for.
         """
-        return open_tiers(policy, device, admit_any(policy, device, units, comm), comm, bus)
+        admitted = admit(policy, device, units, comm, None if self.store is None else self.store.device)
+        if self.store is None or admitted is None:
+            return open_tiers(policy, device, admitted, comm, bus)
+        if self._admitted is not None and not self._admitted.on_disk:
+            with ControlPlane(comm.stage, "apply").all_or_none():
+                _warn_of_memory(policy, admitted, self.store.device)
+        return Tiers(self.store, admitted)
 
     def bound(self) -> None:
         """From now on their budgets hold."""
+        if self.store is not None and self._admitted is not None:
+            self.store.change_limits(self._admitted.limits)
+            self.store.staging_limit = self._admitted.staging_nbytes
 
     def shut_beside(self, others: Tiers) -> None:
         """Give back what ``others``, which stay, do not have: nothing is kept there any more."""
@@ -66,51 +71,23 @@ class Tiers:
         Raises:
             BudgetError: they do not.
         """
-
-    def placed(self, tier: Tier) -> int:
-        """Bytes that are kept on a tier off the device."""
-        return 0
-
-    def unwind(self) -> None:
-        """The end is near: nothing is written back any more."""
-
-    def shut(self) -> None:
-        """Give everything back: memory, threads, the scratch file."""
-
-
-class StoredTiers(Tiers):
-    """Of an attachment that keeps something off the device, or may."""
-
-    store: Store
-    fixed = (*Tiers.fixed, "disk", "host")
-
-    def __init__(self, store: Store, admitted: Admission) -> None:
-        self.store, self._admitted, self.limits = store, admitted, admitted.limits
-
-    def change(self, policy: Policy, device: torch.device, units: Sequence[UnitPlan], comm: Comm, bus: Bus) -> Tiers:
-        admitted = admit(policy, device, units, comm, self.store.device)
-        if not self._admitted.on_disk:
-            with ControlPlane(comm.stage, "apply").all_or_none():
-                _warn_of_memory(policy, admitted, self.store.device)
-        return StoredTiers(self.store, admitted)
-
-    def bound(self) -> None:
-        self.store.change_limits(self._admitted.limits)
-        self.store.staging_limit = self._admitted.staging_nbytes
-
-    def check_room(self, needed: Mapping[Tier, int]) -> None:
         for tier, nbytes in needed.items():
-            if tier is not Tier.DEVICE:
+            if self.store is not None and tier is not Tier.DEVICE:
                 self.store.budget.check_room(tier, "the optimizer's states", nbytes)
 
     def placed(self, tier: Tier) -> int:
-        return self.store.budget.used(tier)
+        """Bytes that are kept on a tier off the device."""
+        return 0 if self.store is None else self.store.budget.used(tier)
 
     def unwind(self) -> None:
-        self.store.unwind()
+        """The end is near: nothing is written back any more."""
+        if self.store is not None:
+            self.store.unwind()
 
     def shut(self) -> None:
-        self.store.shut()
+        """Give everything back: memory, threads, the scratch file."""
+        if self.store is not None:
+            self.store.shut()
 
 
 def open_tiers(policy: Policy, device: torch.device, admitted: Admission | None, comm: Comm, bus: Bus) -> Tiers:
@@ -118,28 +95,22 @@ def open_tiers(policy: Policy, device: torch.device, admitted: Admission | None,
 
     Args:
         admitted: what they will hold; None where nothing is kept off the device.
-    """
-    return Tiers() if admitted is None else StoredTiers(open_store(policy, device, admitted, comm, bus), admitted)
-
-
-def open_store(policy: Policy, device: torch.device, admitted: Admission, comm: Comm, bus: Bus) -> Store:
-    """The store of this rank, empty.  Collective.
-
     Raises:
         BudgetError, CapabilityError: the machine has not what was admitted; nothing was allocated.
     """
+    if admitted is None:
+        return Tiers()
     seam, axis, limits = open_device(device), comm.stage.axis, admitted.limits
     budget = Budget(limits, rank=axis.ranks[axis.rank])
     budget.account.bus = seam.bus = bus
     with ExitStack() as undo:
         with ControlPlane(comm.stage, "open tiers").all_or_none():
-            _fits(policy, seam, admitted.need, comm)
-            host = HostPool(
-                seam,
-                limit=limits[Tier.HOST],
-                slab_nbytes=policy.host.slab,
-                pin=policy.host.pin is not False,
-            )
+            # What this machine cannot hold beside what its other ranks are to hold is refused.
+            pinned = seam.pins() and policy.host.pin is not False and seam.memlock_applies()
+            wanted, folder = dict(admitted.need.off_device), policy.disk.folder
+            preflight(wanted, device=seam, folder=folder, pinned=pinned, ranks=comm.alike, machine=seam.facts)
+            pin = policy.host.pin is not False
+            host = HostPool(seam, limit=limits[Tier.HOST], slab_nbytes=policy.host.slab, pin=pin)
             disk = _disk(policy, seam, axis.ranks[axis.rank], bus, budget)
             store = Store(seam, host, disk, budget, staging_nbytes=admitted.staging_nbytes)
             undo.callback(store.shut)
@@ -149,7 +120,7 @@ def open_store(policy: Policy, device: torch.device, admitted: Admission, comm: 
                 assert store.disk.path
             _warn_of_memory(policy, admitted, seam)
         undo.pop_all()
-    return store
+    return Tiers(store, admitted)
 
 
 def _warn_of_memory(policy: Policy, admitted: Admission, seam: Device) -> None:
@@ -162,24 +133,16 @@ def _warn_of_memory(policy: Policy, admitted: Admission, seam: Device) -> None:
         )
 
 
-def _fits(policy: Policy, seam: Device, need: Need, comm: Comm) -> None:
-    """Refuse what this machine cannot hold beside what its other ranks are to hold."""
-    pinned = seam.pins() and policy.host.pin is not False and seam.memlock_applies()
-    need_by_tier, folder = dict(need.off_device), policy.disk.folder
-    preflight(need_by_tier, device=seam, folder=folder, pinned=pinned, ranks=comm.alike, machine=seam.facts)
-
-
 def _disk(policy: Policy, seam: Device, rank: int, bus: Bus, budget: Budget) -> Callable[[], Disk]:
-    chosen = policy.disk
+    """What opens the disk, once something is put there."""
+    chosen, limit = policy.disk, budget.limit
     if isinstance(seam, VirtualDevice):
-        return lambda: VirtualDisk(seam.machine, limit=budget.limit(Tier.DISK), bus=bus)
+        return lambda: VirtualDisk(seam.machine, limit=limit(Tier.DISK), bus=bus)
 
     def opened() -> Disk:
         io = BufferedIo() if chosen.direct is False else None
-        limit = budget.limit(Tier.DISK)
-        file = DiskFile(
-            chosen.folder, label=f"r{rank}", limit=limit, threads=chosen.threads, block=chosen.block, io=io, bus=bus
-        )
+        threads, block = chosen.threads, chosen.block
+        file = DiskFile(chosen.folder, label=f"r{rank}", limit=limit(Tier.DISK), threads=threads, block=block, io=io, bus=bus)
         if chosen.direct is True and not file.direct:
             file.close()
             raise CapabilityError(

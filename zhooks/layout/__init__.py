@@ -38,7 +38,7 @@ from zhooks.layout.unit_plan import (
     inner_units,
     kind_of,
 )
-from zhooks.layout.units import Group, find_units
+from zhooks.layout.units import Group, find_units, is_tile
 
 __all__ = [
     "ALIGN_BYTES",
@@ -74,6 +74,7 @@ __all__ = [
     "hollow",
     "inner_units",
     "is_divided",
+    "is_tile",
     "kind_of",
     "mark_of",
     "part_of",

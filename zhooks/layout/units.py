@@ -20,7 +20,6 @@ from offload.errors import AttachError
 from offload.policy import Policy
 from zhooks import tree
 from zhooks.layout.ignored import Ignored
-from zhooks.tiling import Tile
 
 HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
@@ -61,7 +60,7 @@ def find_units(model: nn.Module, policy: Policy, ignored: Ignored | None = None)
         return found
 
     # Weights that are too large to be gathered whole are units wherever they lie: tiles of one are never needed at once.
-    found = [(name, module) for name, module in tree.named_modules(model) if isinstance(module, Tile)]
+    found = [(name, module) for name, module in tree.named_modules(model) if is_tile(module)]
     tiles = [Group(name, [module], take(name, module)) for name, module in found]
     groups = [Group(name, _callable(module), take(name, module)) for name, module in chosen]
     groups = [group for group in groups if group.params]
@@ -73,6 +72,11 @@ def find_units(model: nn.Module, policy: Policy, ignored: Ignored | None = None)
     _name_aliases(model, groups)
     order = {id(param): place for place, param in enumerate(tree.parameters(model))}
     return sorted(groups, key=lambda group: min(order[id(param)] for param in group.params.values()))
+
+
+def is_tile(module: nn.Module) -> bool:
+    """Its class says so by ``zhooks_tile = True``: a block of a layer, as in ``examples/tiled_linear.py``."""
+    return getattr(type(module), "zhooks_tile", False) is True
 
 
 def _callable(module: nn.Module) -> list[nn.Module]:

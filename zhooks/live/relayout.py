@@ -1,12 +1,12 @@
-"""Lays units out anew: parameters were frozen or unfrozen, the policy changed, or the mesh.
+"""Lays units out anew between steps: parameters were frozen or unfrozen, the policy changed, or the mesh.
 
-``change.py`` calls it between steps, with the plans that differ.  Values, gradients and optimizer states follow, one
-unit at a time, as the ranges that ranks have.  It decides nothing about layouts.
+Values, gradients and optimizer states follow, one unit at a time, as the ranges that ranks have.  Ranks that share a buffer
+hold all of it, so each finds what it lacks among those, and what it has it copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from offload.errors import DivergenceError
 from zhooks.build import BuildContext, flat_of
-from zhooks.comm import ControlPlane
-from zhooks.layout import UnitPlan
-from zhooks.live.moved_ranges import laid_down, moved, targets_of
+from zhooks.comm import GATHER, Call, ControlPlane
+from zhooks.layout import Axis, Layout, UnitPlan
 from zhooks.optim import shard_vectors, state_keys, states_of, whole_vectors
 from zhooks.tensor import ShardedTensor
-from zhooks.unit import Flat, Unit, find_slots
+from zhooks.unit import Flat, Ranges, Unit, find_slots
 
 __all__ = ["relayout_units"]
 
@@ -73,18 +72,18 @@ class _Carried:
 def _relayout_unit(
     unit: Unit, plan: UnitPlan, context: BuildContext, before: BuildContext, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    known, targets = unit.plan, targets_of(plan, context.comm.shard.axis)
+    known, targets = unit.plan, _targets_of(plan, context.comm.shard.axis)
     values: dict[int, Tensor] = {}
     kept: dict[int, Tensor] = {}
     carried: list[_Carried] = []
     for flat in unit.flats:
         shard = flat.shard
-        for index, (param, new) in enumerate(zip(flat.params, moved(flat, shard, targets), strict=True)):
+        for index, (param, new) in enumerate(zip(flat.params, _moved(flat, shard, targets), strict=True)):
             assert new is not None
             values[id(param)], kept[id(param)] = new, flat.local(index, shard).clone()
         del shard
         for owner, key, tensors in _kinds(flat, optimizers):
-            for param, old, new in zip(flat.params, tensors, moved(flat, tensors, targets), strict=True):
+            for param, old, new in zip(flat.params, tensors, _moved(flat, tensors, targets), strict=True):
                 if new is not None:
                     carried.append(_Carried(param, owner, key, old, new))
     # Not before all of it is here: copies may need more memory than there is.
@@ -134,7 +133,7 @@ def _lay_out(unit: Unit, plan: UnitPlan, values: dict[int, Tensor], context: Bui
                 unit.flats[-1].storage.reserve()
         with ControlPlane(context.comm.stage, "lay out").all_or_none():
             for flat in unit.flats:
-                laid_down(flat, [values.pop(id(param)) for param in flat.params])
+                _laid_down(flat, [values.pop(id(param)) for param in flat.params])
     except BaseException:
         for flat in unit.flats:
             flat.storage.drop()
@@ -152,3 +151,103 @@ def _kinds(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> list[tupl
     jobs: list[tuple[Any, Any, list[Any]]] = [(None, "grad", [param.grad for param in flat.params])]
     jobs += [(one, key, states_of(flat, one, key)) for one in optimizers for key in state_keys(flat, one)]
     return [job for job in jobs if any(isinstance(tensor, ShardedTensor) for tensor in job[2])]
+
+
+# From the ranges that ranks have to those that they shall have: nothing is ever whole.
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where one parameter lies in a layout: ``layout`` divides its flat buffer over the ranks of ``axis``, or over none."""
+
+    layout: Layout
+    index: int
+    axis: Axis
+
+    def runs(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """What a rank of the mesh has of it, run by run: start in the parameter, start in the rank's range, numel."""
+        pieces = self.layout.pieces(self.index, 0 if self.layout.world == 1 else self.axis.place(rank))
+        for piece in pieces:
+            yield piece.start, piece.local - pieces[0].local, piece.numel
+
+    def numel(self, rank: int) -> int:
+        """Elements of that."""
+        return sum(numel for _, _, numel in self.runs(rank))
+
+
+def _targets_of(plan: UnitPlan, axis: Axis) -> dict[int, _Target]:
+    """Where each parameter of a unit shall lie, by identity; ``axis``: the ranks that share its flats."""
+    return {
+        id(param): _Target(flat.shared, index, axis)
+        for flat in plan.flats
+        for index, param in enumerate(plan.params(flat))
+    }
+
+
+@torch.no_grad()
+def _moved(flat: Flat, ranges: Ranges, targets: Mapping[int, _Target]) -> list[Tensor | None]:
+    """This rank's ranges in the new layout as new tensors, one a parameter; None for those that have none of this kind.
+
+    Collective over the ranks that share the buffer, which have the same kinds of the same parameters.
+    """
+    layout, transport = flat.group.layout, flat.group.transport
+    axis = transport.axis
+    aims, own, made = [targets[id(param)] for param in flat.params], list[Tensor | None](), list[Tensor | None]()
+    for index, aim in enumerate(aims):
+        if isinstance(ranges, Tensor):
+            mine: Tensor | None = flat.local(index, ranges).to(flat.kind.device)
+        else:
+            held = ranges[index]
+            mine = held.local_shard.values.to(flat.kind.device) if isinstance(held, ShardedTensor) else None
+        own.append(mine)
+        made.append(None if mine is None else mine.new_empty(aim.numel(axis.ranks[axis.rank])))
+    widest = max((mine.itemsize for mine in own if mine is not None), default=1)
+    call = Call(GATHER, "move ranges", flat.name, flat.number)
+    most = max(1, flat.pool.bound // widest)
+    for low in range(0, layout.padded, most):
+        sends: list[list[Tensor]] = [[] for _ in axis.ranks]
+        receives: list[list[Tensor]] = [[] for _ in axis.ranks]
+        nbytes = [[0] * axis.world for _ in axis.ranks]
+        for index, aim in enumerate(aims):
+            mine, new = own[index], made[index]
+            if mine is None or new is None:
+                continue
+            for reader, rank in enumerate(axis.ranks):
+                for writer, begin, at, numel in _sources(layout, index, aim.runs(rank), low, low + most):
+                    nbytes[writer][reader] += numel * mine.itemsize
+                    if writer == axis.rank:
+                        start = begin - flat.span(index)[0]
+                        sends[reader].append(mine[start : start + numel])
+                    if reader == axis.rank:
+                        receives[writer].append(new[at : at + numel])
+        if any(map(any, nbytes)):
+            transport.exchange(call, sends, receives, nbytes).wait()
+    return made
+
+
+def _sources(
+    layout: Layout, index: int, runs: Iterator[tuple[int, int, int]], low: int, high: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Who has these runs of a parameter, as far as they lie in ``[low, high)`` of the flat buffer: whose, place in that shard,
+    place in the new range, numel."""
+    first = layout.starts[index]
+    for start, local, numel in runs:
+        begin, end = max(first + start, low), min(first + start + numel, high)
+        at = local + begin - first - start
+        for writer, place, count in layout.holders(begin, end) if begin < end else ():
+            yield writer, place, at, count
+            at += count
+
+
+def _laid_down(flat: Flat, values: Sequence[Tensor]) -> None:
+    """Fill a flat buffer that is new with this rank's ranges, one a parameter."""
+    if flat.storage.in_full:
+        flat.adopt(torch.zeros(flat.layout.padded, dtype=flat.kind.master, device=flat.kind.device))
+    shard = flat.storage.overwritten()
+    if sum(value.numel() for value in values) < shard.numel():
+        shard.zero_()
+    for index, value in enumerate(values):
+        flat.local(index, shard).copy_(value)
+    del shard
+    flat.written()
+    flat.holds = True

@@ -416,7 +416,7 @@ def _options(table: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
 # Stand-ins.
 
 #: What a sharded parameter has of its own.
-_OURS = ("_at", "_on", "_spec", "_bound", "_origin")
+_OURS = ("local_shard",)
 #: Each has trials of its own.
 _MOST_VALUES = 4
 

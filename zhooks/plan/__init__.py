@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from zhooks.plan.arena import rest_reserve, shards_reserve
-from zhooks.plan.checks import check_holds, check_ignored, check_module, check_resilience, check_scaled
-from zhooks.plan.device_budget import Headroom, device_floor, device_headroom, headroom_within, ignored_here
+from zhooks.plan.budget import (
+    Admission,
+    Headroom,
+    Need,
+    admit,
+    check_states,
+    device_floor,
+    device_headroom,
+    headroom_within,
+    ignored_here,
+    rest_reserve,
+    shards_reserve,
+    state_nbytes,
+)
+from zhooks.plan.checks import (
+    check_change,
+    check_holds,
+    check_ignored,
+    check_module,
+    check_resilience,
+    check_scaled,
+    initialiser_of,
+    is_meta,
+)
 from zhooks.plan.globs import unmatched, warn_of_unmatched
-from zhooks.plan.initialisers import initialiser_of, is_meta
 from zhooks.plan.layouts import STAGED_NBYTES, Layouts
-from zhooks.plan.plan import Plan, look
-from zhooks.plan.request import Request, read
-from zhooks.plan.state_budgets import check_states, states_bounds
-from zhooks.plan.state_sizes import state_nbytes
-from zhooks.plan.tiers import Admission, Need, admit, admit_any, check_change
+from zhooks.plan.plan import Plan, Request, make, read
 
 __all__ = [
     "STAGED_NBYTES",
@@ -23,7 +39,6 @@ __all__ = [
     "Plan",
     "Request",
     "admit",
-    "admit_any",
     "check_change",
     "check_holds",
     "check_ignored",
@@ -37,12 +52,11 @@ __all__ = [
     "ignored_here",
     "initialiser_of",
     "is_meta",
-    "look",
+    "make",
     "read",
     "rest_reserve",
     "shards_reserve",
     "state_nbytes",
-    "states_bounds",
     "unmatched",
     "warn_of_unmatched",
 ]

@@ -1,15 +1,11 @@
-"""What cannot be attached is refused: by one rank for itself, or by all because they differ.
-
-``request.py`` asks before ranks meet, ``plan.py`` compares over them.  Every refusal says what failed, expected, found and what
-to do.  It never changes a model.
-"""
+"""What one rank finds that cannot be attached, before ranks meet; ``plan.py`` compares over them.  No model is changed."""
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from offload.device import default_device
-from offload.errors import AttachError, CheckpointError
+from offload.errors import AttachError, CapabilityError, CheckpointError, PolicyError
+from offload.kernels import available as available_kernels
 from offload.policy import Policy
 from offload.text import counted, shown
+from offload.tier import Tier
 from zhooks import tree
-from zhooks.comm import CONTROL, Call, Comm, ControlPlane, Transport, by_rank, text_digest
-from zhooks.layout import EP, PP, Axis, Division, Group, Ignored, Mesh, is_divided, part_of
-from zhooks.optim import holders, holds, partitions
-from zhooks.plan.initialisers import is_meta
+from zhooks.layout import EP, PP, Axis, Ignored, Mesh, UnitPlan, flats_of, is_divided, part_of
+from zhooks.optim import check_rounding, holders, holds, partitions
 from zhooks.run import Before, wrapper
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import loose_references
-
-#: So many parameters that differ between ranks are named.
-_NAMED = 2
 
 
 def check_arguments(optimizer: object, mesh: object, init: object, sync: object) -> None:
@@ -119,12 +112,6 @@ def check_ignored(model: nn.Module, ignored: Ignored, policy: Policy) -> None:
         )
 
 
-def _unwrapped(name: str, around: str) -> str:
-    if around == "fully_shard":
-        return "Attach the model without fully_shard."
-    return "Put its .module in its place." if name else "Attach its .module, and drop the wrapper."
-
-
 def check_model(model: nn.Module, ignored: Ignored) -> torch.device:
     """The device the model's parameters live on (CPU or CUDA where they are on meta).
 
@@ -132,18 +119,18 @@ def check_model(model: nn.Module, ignored: Ignored) -> torch.device:
         AttachError: attached already, no parameters, several devices, or a parameter we cannot shard.
     """
     for name, module in ignored.named_modules(model):
+        where = f"its module {name}" if name else "it"
         if any(isinstance(hook, Before) for hook in module._forward_pre_hooks.values()):
-            where = f"its module {name}" if name else "it"
             raise AttachError(
                 f"attach expected a plain model, found {where} attached already. To change its policy, call "
                 "apply() on that attachment; otherwise call detach() first."
             )
         around = wrapper(module)
         if around is not None:
-            where = f"its module {name}" if name else "it"
+            instead = "Put its .module in its place." if name else "Attach its .module, and drop the wrapper."
             raise AttachError(
                 f"attach expected a plain model, found {where} wrapped in {around}, which would reduce the same gradients. "
-                f"{_unwrapped(name, around)}"
+                f"{'Attach the model without fully_shard.' if around == 'fully_shard' else instead}"
             )
     params = dict(ignored.named_parameters(model))
     _check_shown(model)
@@ -161,13 +148,8 @@ def check_model(model: nn.Module, ignored: Ignored) -> torch.device:
         raise AttachError(
             f"attach expected all parameters on one device, found {', '.join(devices)}. Call model.to({devices[0]!r}) first."
         )
-    first = next(iter(params.values()))
-    if first.device.type != "meta":
-        return first.device
-    buffers = [buffer for buffer in tree.buffers(model) if buffer.device.type != "meta"]
-    if buffers:
-        return buffers[0].device
-    return default_device()
+    places = (tensor.device for tensor in (next(iter(params.values())), *tree.buffers(model)))
+    return next((place for place in places if place.type != "meta"), None) or default_device()
 
 
 def _check_parameter(name: str, param: nn.Parameter, model: nn.Module) -> None:
@@ -269,6 +251,9 @@ def check_division(model: nn.Module, tp: Axis, ignored: Ignored) -> None:
     for name, tensor in named:
         if id(tensor) in left or not is_divided(tensor):
             continue
+        # Imported here: a model without DTensors needs none of it.
+        from torch.distributed.tensor import Shard
+
         mesh, placed = tensor.device_mesh, tuple(tensor.placements)  # type: ignore[attr-defined]
         ranks = tuple(mesh.mesh.flatten().tolist())
         if mesh.ndim != 1 or ranks != tp.ranks:
@@ -279,7 +264,7 @@ def check_division(model: nn.Module, tp: Axis, ignored: Ignored) -> None:
                 f"over ranks {list(ranks)}{axes}, placed {placed}. Build one mesh with a dp and a tp axis, give "
                 'parallelize_module mesh["tp"] and attach the whole mesh; fully_shard is not needed, attach partitions over dp.'
             )
-        if not (placed[0].is_replicate() or type(placed[0]) is _shard()):
+        if not (placed[0].is_replicate() or type(placed[0]) is Shard):
             raise AttachError(
                 f"Cannot attach {name}. Expected a DTensor placed Shard(dim) or Replicate() over tp, found {placed[0]}. Call "
                 "redistribute() to one of these before attach."
@@ -290,12 +275,6 @@ def check_division(model: nn.Module, tp: Axis, ignored: Ignored) -> None:
                 f"tp ranks, found {tensor.shape[placed[0].dim]} elements. Pad it to a multiple of {tp.world}, or leave the "
                 "module out of the plan."
             )
-
-
-def _shard() -> type:
-    from torch.distributed.tensor import Shard
-
-    return Shard
 
 
 def check_embeddings(model: nn.Module, ignored: Ignored, axes: Mesh) -> None:
@@ -351,75 +330,6 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, i
         )
 
 
-def check_same_model(groups: Sequence[Group], ignored: Ignored, world: Transport) -> None:
-    """Every rank attaches the same parameters in the same units, beside the same frozen tensor subclasses.  Collective.
-
-    Raises:
-        AttachError: names, shapes, dtypes, requires_grad or units differ between ranks, or what a frozen subclass holds; it
-            says what each rank has.
-    """
-    facts = [
-        f"{name} {tuple(param.shape)} {param.dtype}, {'trainable' if param.requires_grad else 'frozen'}, in unit {number}"
-        f"{f', {placements}' if (placements := getattr(param, 'placements', '')) else ''}"
-        for number, group in enumerate(groups)
-        for name, param in group.params.items()
-    ]
-    if world.axis.world > 1:
-        frozen = {name: one for name, one in ignored.frozen.items() if name in ignored.unnamed}
-        facts += [f"{name} {one.kind}, which is frozen, checksum {one.checksum()}" for name, one in frozen.items()]
-    ranks = ControlPlane(world, "compare models")
-    if ranks.agree("\n".join(facts)):
-        return
-
-    def on_each_rank(text: str) -> str:
-        return by_rank(dict(zip(world.axis.ranks, ranks.texts(text), strict=True)))
-
-    if not ranks.agree(str(len(facts))):
-        found = on_each_rank(counted(len(facts), "parameter"))
-    else:
-        each = torch.tensor([text_digest(fact) for fact in facts], dtype=torch.int64, device="cpu")
-        least, most = each.clone(), each.clone()
-        world.all_reduce(Call(CONTROL, "compare models", "each parameter"), least, "min")
-        world.all_reduce(Call(CONTROL, "compare models", "each parameter"), most, "max")
-        differ = [fact for fact, same in zip(facts, (least == most).tolist(), strict=True) if not same]
-        found = "; ".join(on_each_rank(fact) for fact in differ[:_NAMED])
-        found += f"; and {counted(len(differ) - _NAMED, 'more parameter')}" if len(differ) > _NAMED else ""
-    raise AttachError(f"attach expected the same model and policy on every rank, found {found}. Build the same on all ranks.")
-
-
-def check_ranks_equal(model: nn.Module, comm: Comm, ignored: Ignored) -> None:
-    """With ``sync=False``: every rank's parameters and buffers hash to the same, over tp too where it has them whole."""
-    named = [*ignored.named_parameters(model), *ignored.named_buffers(model)]
-    apart = {name for name, tensor in named if (division := Division.of(tensor)) is not None and division.place is not None}
-    for ranks, compared in (
-        (comm.world, named),
-        (comm.tp, [(name, tensor) for name, tensor in named if name not in apart]),
-    ):
-        _check_equal(ranks, compared)
-
-
-def _check_equal(ranks: Transport, named: Sequence[tuple[str, Tensor]]) -> None:
-    digests = torch.tensor([_digest(part_of(tensor)) for _, tensor in named], dtype=torch.int64, device="cpu")
-    low, high = digests.clone(), digests.clone()
-    if digests.numel():
-        ranks.all_reduce(Call(CONTROL, "compare ranks", "all parameters"), low, "min")
-        ranks.all_reduce(Call(CONTROL, "compare ranks", "all parameters"), high, "max")
-    differ = [name for (name, _), a, b in zip(named, low.tolist(), high.tolist(), strict=True) if a != b]
-    if differ:
-        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-        raise AttachError(
-            f"attach(sync=False) expected equal values on every rank, found that {', '.join(differ[:3])}{more} differ (rank "
-            f"{ranks.axis.ranks[ranks.axis.rank]} among them). Use sync=True, or the same seed on every rank."
-        )
-
-
-def _digest(tensor: Tensor) -> int:
-    if tensor.device.type == "meta":
-        return 0
-    raw = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
-    return int.from_bytes(hashlib.blake2b(raw.data, digest_size=8).digest(), "little", signed=True)
-
-
 def check_scaled(model: nn.Module, policy: Policy, ignored: Ignored) -> None:
     """Gradients are kept in the parameters' own dtype: in fp16 they would vanish where the loss scale is taken off.
 
@@ -447,4 +357,137 @@ def check_resilience(policy: Policy, names: Sequence[str]) -> None:
         raise AttachError(
             f"[resilience] {key} needs a mesh whose ranks all train one model together, found the axis "
             f"{apart[0]}, whose other ranks would wait for those that have raised. Leave it unset."
+        )
+
+
+def check_initialisers(model: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
+    """Every module on meta can be given values.
+
+    Raises:
+        AttachError: one has no initialiser, and none was passed.
+    """
+    meta = [(name, module) for name, module in tree.named_modules(model) if is_meta(module)] if init is None else []
+    missing = [name or type(module).__name__ for name, module in meta if initialiser_of(model, module) is None]
+    if missing:
+        raise AttachError(
+            "attach expected every module of a meta model to have reset_parameters, or the root _init_weights; found none for "
+            f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}. Pass init=function(module)."
+        )
+
+
+def initialiser_of(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], Any] | None:
+    """The module's own reset, then the model's rule for its modules, which knows better where it says anything."""
+    found = [getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters")]
+    reset = next((method for method in found if callable(method)), None)
+    weights = getattr(model, "_init_weights", None)
+    if not callable(weights):
+        return None if reset is None else lambda _: reset()
+
+    def both(inner: nn.Module) -> None:
+        if reset is not None:
+            reset()
+        weights(inner)
+
+    return both
+
+
+def is_meta(module: nn.Module) -> bool:
+    """The module owns a tensor without memory."""
+    tensors = [*tree.own_parameters(module), *module._buffers.values()]
+    return any(tensor is not None and tensor.device.type == "meta" for tensor in tensors)
+
+
+class _Range(NamedTuple):
+    """The addresses from a tensor's first element to its last; others may have those between."""
+
+    start: int
+    stop: int
+    name: str
+    tensor: Tensor
+    written: bool
+
+
+def check_own_memory(model: nn.Module, ignored: Ignored) -> None:
+    """No trainable parameter shares memory with another parameter or a buffer.
+
+    Sharding copies each tensor, so that two objects over one memory would part without a word; the same object in two places
+    is a tied weight, and fine.
+
+    Raises:
+        AttachError: one does.
+    """
+    trained = {id(param) for param in ignored.parameters(model) if param.requires_grad}
+    ranges: list[_Range] = []
+    for name, tensor in [*tree.named_parameters(model), *tree.named_buffers(model)]:
+        part = tensor if torch.nn.parameter.is_lazy(tensor) else part_of(tensor)
+        plain = type(part) in (Tensor, nn.Parameter) and part.layout is torch.strided
+        if plain and part.device.type != "meta" and part.numel():
+            start = part.data_ptr()
+            last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+            ranges.append(_Range(start, start + (last + 1) * part.element_size(), name, part, id(tensor) in trained))
+    reaches: list[_Range] = []
+    for one in sorted(ranges, key=lambda one: one.start):
+        reaches = [other for other in reaches if other.stop > one.start and other.tensor.device == one.tensor.device]
+        for other in reaches:
+            if (one.written or other.written) and _meet(one, other):
+                raise AttachError(
+                    f"attach expected {one.name} to have memory of its own, found that it shares memory with {other.name}, "
+                    "which is another tensor: each would be copied, and a step would no longer reach both. Tie them as one "
+                    "object (b.weight = a.weight), or give one of them a copy (param.data = param.data.clone())."
+                )
+        reaches.append(one)
+
+
+def _meet(one: _Range, other: _Range) -> bool:
+    """They have an element in common: ranges that interleave (columns of one matrix) have none."""
+    first, second = one.tensor, other.tensor
+    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr() or first.dtype != second.dtype:
+        return True
+    begin = min(first.storage_offset(), second.storage_offset())
+    size = (max(one.stop, other.stop) - min(one.start, other.start)) // first.element_size()
+    marks = torch.zeros(size, dtype=torch.bool, device="cpu")
+    marks.as_strided(first.shape, first.stride(), first.storage_offset() - begin).fill_(True)
+    return bool(marks.as_strided(second.shape, second.stride(), second.storage_offset() - begin).any())
+
+
+def check_compute(policy: Policy, device: torch.device, units: Sequence[UnitPlan]) -> None:
+    """Where and by whom updates are to be computed must be possible.
+
+    Raises:
+        CapabilityError: the kernel cannot run where the policy wants it.
+    """
+    check_rounding(policy, [unit.group for unit in units])
+    chosen = policy.optimizer
+    if chosen.kernel == "numba":
+        lacks = available_kernels()
+        if device.type != "cpu" and chosen.compute == "device":
+            lacks = f'the numba kernels run on the host, found compute = "device" on {device}; set [optimizer] compute = "host"'
+        if lacks is not None:
+            raise CapabilityError(f'[optimizer] kernel = "numba": {lacks}.')
+    if chosen.compute == "device":
+        return
+    for flat in [flat for flat in flats_of(units) if flat.kind.trainable]:
+        kind, tiers, name = flat.kind, flat.kind.tiers, flat.names[0]
+        if chosen.device_share and tiers.optimizer is Tier.DEVICE:
+            # It is updated there.
+            continue
+        if Tier.DEVICE in (tiers.gradient, tiers.optimizer) or (tiers.parameter is Tier.DEVICE and not kind.apart):
+            raise CapabilityError(
+                f'[optimizer] compute = "host" needs masters, gradient and states of {name} off the device, found '
+                f"parameter {tiers.parameter.value}, gradient {tiers.gradient.value}, optimizer {tiers.optimizer.value}. Place "
+                'them on "host" or "disk" (the parameter may stay where [precision] param is 16 bit), or compute = "device".'
+            )
+
+
+def check_change(old: Policy, new: Policy, fixed: Sequence[str]) -> None:
+    """What ``Attachment.apply`` cannot change: these tables of a policy.
+
+    Raises:
+        PolicyError: the new policy changes one.
+    """
+    changed = [name for name in fixed if getattr(old, name) != getattr(new, name)]
+    if changed:
+        raise PolicyError(
+            f"apply expected [{'], ['.join(changed)}] as at attach, found a change. Write it into the new policy as it was, "
+            "or detach() and attach again."
         )

@@ -1,13 +1,10 @@
-"""Globs of the policy that match nothing in the model, so that what they ask for is done nowhere.
-
-``describe`` lists them, and ``attach`` and ``apply`` warn of them.  It only reads the model and its units.
-"""
+"""Globs of the policy that match nothing in the model, so that what they ask for is done nowhere."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -55,7 +52,21 @@ class Unmatched:
 
 def unmatched(model: nn.Module, units: Sequence[Unit], policy: Policy) -> list[Unmatched]:
     """All of them, as the policy lists them."""
-    return [*_rules(units, policy), *_inputs(model, units, policy)]
+    params = [name for unit in units for first in unit.plan.group.params for name in unit.plan.group.names(first)]
+    found = [
+        Unmatched(f'[[rule]] match = "{rule.match}"', rule.match, "parameters", params)
+        for rule in policy.rule
+        if not any(map(rule.matches, params))
+    ]
+    globs, entries = policy.activation.sharded_inputs, {id(entry) for unit in units for entry in unit.entries}
+    every = tree.named_modules(model, remove_duplicate=False) if globs else ()
+    entered = [unit.name for unit in units] + [name for name, module in every if id(module) in entries]
+    modules = [*dict.fromkeys(filter(None, entered))]
+    return found + [
+        Unmatched(f'[activation] sharded_inputs "{glob}"', glob, "modules", modules)
+        for glob in globs
+        if not any(fnmatchcase(name, glob) for name in entered)
+    ]
 
 
 def warn_of_unmatched(model: nn.Module, units: Sequence[Unit], policy: Policy, comm: Comm) -> None:
@@ -82,22 +93,3 @@ def _closest(glob: str, names: Sequence[str]) -> list[str]:
         if min(likenesses) >= _CLOSE:
             scored.append((-sum(likenesses), name))
     return [name for _, name in sorted(scored, key=lambda each: each[0])[:_SHOWN]]
-
-
-def _rules(units: Sequence[Unit], policy: Policy) -> Iterator[Unmatched]:
-    names = [name for unit in units for first in unit.plan.group.params for name in unit.plan.group.names(first)]
-    for rule in policy.rule:
-        if not any(map(rule.matches, names)):
-            yield Unmatched(f'[[rule]] match = "{rule.match}"', rule.match, "parameters", names)
-
-
-def _inputs(model: nn.Module, units: Sequence[Unit], policy: Policy) -> Iterator[Unmatched]:
-    globs = policy.activation.sharded_inputs
-    if not globs:
-        return
-    entries = {id(entry) for unit in units for entry in unit.entries}
-    every = tree.named_modules(model, remove_duplicate=False)
-    entered = [unit.name for unit in units] + [name for name, module in every if id(module) in entries]
-    for glob in globs:
-        if not any(fnmatchcase(name, glob) for name in entered):
-            yield Unmatched(f'[activation] sharded_inputs "{glob}"', glob, "modules", [*dict.fromkeys(filter(None, entered))])

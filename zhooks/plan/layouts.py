@@ -1,13 +1,19 @@
-"""Sorts the parameters of each unit into flats, and lays those out over the ranks: integers, before any tensor is made.
+"""Sorts the parameters of each unit into flats, and lays those out over the ranks: integers, the same on every rank.
 
-``plan.py`` asks at attach, ``live/change.py`` again when a policy changed or parameters were frozen or unfrozen.  Pure: every
-rank comes to the same, and nothing is allocated.
+Note: [Which flats stay on the device]
+    Of ``[optimizer] device_share`` the first ones that fit, in the order of the units.  Under ``overlap`` backward comes to
+    them last, when nothing is left for a transfer to hide behind, and the next forward begins with their parameters.  Layouts
+    are the same whatever the share, so that checkpoints are read under any other.  In which order a step updates them is
+    Note [Both sides at once] in ``optim/tiered_update.py``.
+
+    Where parameters were frozen or unfrozen nothing else moves: a budget was held to what lay on the device before.  What was
+    unfrozen takes what is left of the share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,10 +22,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from offload.errors import AttachError, PolicyError
 from offload.policy import Policy
 from offload.text import as_size
+from offload.tier import Tier
 from zhooks import tree
 from zhooks.comm import Comm
 from zhooks.layout import ALIGN_BYTES, FLATS, FlatPlan, Group, Kind, Table, UnitPlan, flat_layout, kind_of
-from zhooks.plan.device_share import keep_on_device
 from zhooks.tensor import part_numel
 
 __all__ = ["STAGED_NBYTES", "Bound", "Layouts"]
@@ -95,17 +101,17 @@ class Layouts:
             PolicyError: [comm] buffer does not hold one aligned row.
             AttachError: under that bound a unit has too many flats.
         """
-        return keep_on_device([self.unit(group, number) for number, group in enumerate(groups)], self.policy)
+        return _keep_on_device([self.unit(group, number) for number, group in enumerate(groups)], self.policy)
 
     def anew(self, plans: Sequence[UnitPlan]) -> tuple[UnitPlan, ...]:
         """Units that are laid out already, as they would be now."""
-        return keep_on_device([self._anew(plan) for plan in plans], self.policy)
+        return _keep_on_device([self._anew(plan) for plan in plans], self.policy)
 
     def following(self, plans: Sequence[UnitPlan]) -> tuple[UnitPlan, ...]:
         """The same plans, but for units with parameters that were frozen or unfrozen since: those are planned anew."""
         frozen = [any(param.requires_grad != flat.kind.trainable for flat, _, param in plan.members()) for plan in plans]
         now = [self._anew(plan) if changed else plan for plan, changed in zip(plans, frozen, strict=True)]
-        return keep_on_device(now, self.policy, frozenset(plans)) if any(frozen) else tuple(plans)
+        return _keep_on_device(now, self.policy, frozenset(plans)) if any(frozen) else tuple(plans)
 
     def _anew(self, plan: UnitPlan) -> UnitPlan:
         params = {name: param for _, name, param in plan.members()}
@@ -179,3 +185,39 @@ def _split(
             size += numel
         if flat:
             yield kind, flat
+
+
+def _keep_on_device(
+    plans: Sequence[UnitPlan], policy: Policy, laid: Container[UnitPlan] = frozenset()
+) -> tuple[UnitPlan, ...]:
+    """The units, with at most ``device_share`` of what [optimizer] tier places kept on the device: see the Note above.
+
+    Args:
+        laid: units that stay as they are: what they keep on the device counts, and they are returned as the same objects.
+    """
+    if not policy.optimizer.device_share:
+        return tuple(plans)
+    tier = Tier(policy.optimizer.tier)
+    # What a rule placed on another tier is where the rule has it.
+    divided = [
+        (plan, flat)
+        for plan in plans
+        for flat in plan.flats
+        if flat.kind.trainable and policy.tiers(*plan.group.names(flat.names[0])).optimizer is tier
+    ]
+    left = policy.optimizer.kept_on_device(sum(flat.layout.numel for _, flat in divided))
+    left -= sum(flat.layout.numel for plan, flat in divided if plan in laid and flat.kind.tiers.optimizer is Tier.DEVICE)
+    on_device: set[int] = set()
+    for flat in (flat for plan, flat in divided if plan not in laid):
+        if flat.layout.numel <= left:
+            on_device.add(flat.number)
+            left -= flat.layout.numel
+
+    def placed(flat: FlatPlan) -> FlatPlan:
+        tiers = replace(flat.kind.tiers, optimizer=Tier.DEVICE)
+        return replace(flat, kind=replace(flat.kind, tiers=tiers)) if flat.number in on_device else flat
+
+    return tuple(
+        replace(plan, flats=tuple(map(placed, plan.flats))) if any(flat.number in on_device for flat in plan.flats) else plan
+        for plan in plans
+    )

@@ -1,8 +1,5 @@
 """Measures how large values get over a few ordinary steps: ``Attachment.calibrate``.
 
-Module and tensor hooks (``run/hooks.py``) hand it activations and their gradients, and the reducer calls it when a backward has
-ended; it reads what is there and changes nothing.  ``propose_dtypes.py`` decides on dtypes from what it measures.
-
 Note: [What is measured]
     Maxima are exact.  On samples of evenly spaced elements, gradients are counted by their power of two, activations are
     compared with themselves rounded to bf16, and updates are the difference of a parameter from one backward to the next.

@@ -1,7 +1,4 @@
-"""The attachment in words: one row a unit, for people.
-
-``Attachment.describe`` calls it.  It reads units and formats; it never changes anything.
-"""
+"""The attachment in words: one row a unit, for people."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ def describe(session: Session) -> str:
     lines.append(
         f"{counted(len(units), 'unit')}{in_rows}, {numel:,} elements{on_tp}, "
         f"{f'{padding:,} of padding ({padding / max(1, numel):.3%})' if padding else 'no padding'}; "
-        f"{_axes(comm)}; {_transports(comm)}."
+        f"{_ranks(comm)}."
     )
     payload = session.runtime.payload()
     if payload is not None and comm.stage.axis.world > 1:
@@ -79,25 +76,19 @@ def describe(session: Session) -> str:
     return "\n".join([*lines, session.why] if session.why else lines)
 
 
-def _axes(comm: Comm) -> str:
-    """How many ranks each axis has, and on tp and pp, which this rank is."""
-    others = ((comm.tp.axis, TP), (comm.pp.axis, PP if comm.pipelined else EP))
-    divided = [(axis, name) for axis, name in others if axis.world > 1]
-    data = [(comm.shard.axis, SHARD), (comm.replicate.axis, REPLICATE)]
-    sizes = [f"{name} x {axis.world}" for axis, name in (*data, *divided)]
-    here = [f"{axis.rank} of {name}" for axis, name in divided]
-    return ", ".join(sizes) + (f" (this is {', '.join(here)})" if here else "")
-
-
-def _transports(comm: Comm) -> str:
-    """The transport, by axis where they differ."""
-    used = [(comm.shard, SHARD), (comm.replicate, REPLICATE), (comm.tp, TP), (comm.pp, PP if comm.pipelined else EP)]
-    over = {name: transport.name for transport, name in used if transport.axis.world > 1}
-    if not over:
-        return "one rank, nothing to exchange"
-    if len(set(over.values())) > 1:
-        return "transports " + ", ".join(f"{transport} over {name}" for name, transport in over.items())
-    return f"transport {next(iter(over.values()))}"
+def _ranks(comm: Comm) -> str:
+    """How many ranks each axis has, which this rank is on tp and pp, and the transport, by axis where they differ."""
+    every = [(comm.shard, SHARD), (comm.replicate, REPLICATE), (comm.tp, TP), (comm.pp, PP if comm.pipelined else EP)]
+    over = {name: transport for transport, name in every if transport.axis.world > 1}
+    sizes = [f"{name} x {each.axis.world}" for each, name in every if name in (SHARD, REPLICATE) or name in over]
+    here = [f"{each.axis.rank} of {name}" for name, each in over.items() if name not in (SHARD, REPLICATE)]
+    this = f" (this is {', '.join(here)})" if here else ""
+    used = "one rank, nothing to exchange"
+    if len({each.name for each in over.values()}) > 1:
+        used = "transports " + ", ".join(f"{each.name} over {name}" for name, each in over.items())
+    elif over:
+        used = f"transport {next(iter(over.values())).name}"
+    return f"{', '.join(sizes)}{this}; {used}"
 
 
 def _updated(policy: Policy) -> list[str]:

@@ -1,8 +1,4 @@
-"""Norms of the gradients that parameters have: of each unit, and of all of them, by one small all-reduce.
-
-``Attachment.grad_norms`` calls it, and ``noise_scale.py`` squares gradients with it.  It reads what a clip would read, and
-never changes, scales or keeps a gradient.
-"""
+"""Norms of the gradients that parameters have: of each unit, and of all of them, by one small all-reduce."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """What this rank holds, in bytes, from the storages that exist, beside what the table and the paper say.
 
-``Attachment.memory`` calls it.  It reads sizes; it never allocates on a device and never communicates.
-
-Source: ZeRO, arXiv:1910.02054, section 3 (16 Psi; 4 Psi + 12 Psi/N; 2 Psi + 14 Psi/N; 16 Psi/N).
+Source: ZeRO, arXiv:1910.02054, section 3 (16 Psi; 4 Psi + 12 Psi/N; 2 Psi + 14 Psi/N; 16 Psi/N), and section 6.2
+(constant-size buffers).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,12 +20,42 @@ from zhooks.comm import Comm
 from zhooks.grad import Reducer
 from zhooks.layout import Ignored, Placement, Table, flats_of
 from zhooks.optim import plain_parts, sharded_states, vectors_in, with_owners
-from zhooks.report.memory_buffers import buffers
-from zhooks.report.memory_residual import Residue, activations, advice, notes, unaccounted
-from zhooks.report.memory_text import header, legend, line, mib, wrapped
+from zhooks.report.memory_residual import Residue, activations, advice, mib, notes, unaccounted
 from zhooks.session import Session
 from zhooks.tensor import ShardedTensor, StoredTensor
 from zhooks.unit import Flat
+
+#: Columns of the table.
+_WIDTH = 100
+_MEANINGS = {
+    "parameter": "as kept between uses: shards at stage 3, whole at stages 0 to 2",
+    "gradient": "in .grad, reduced over the ranks; zero_grad() frees them",
+    "optimizer": "states; with 16-bit parameters also the fp32 values it updates",
+    "gathered units": "all values of the units (blocks of the model) in use now",
+    "partial gradients": "of this rank's batch, not yet reduced over the ranks",
+    "reduced ranges": "results of reductions that have not ended",
+    "idle buffers": "kept for the next gathers and reductions",
+    "message rings": "one for all CPU ranks of this machine; no [budget] counts it",
+    "staging": "values on their way between the device, host and disk tiers",
+    "staging on device": "values of the host and disk tiers while they are in use",
+    "arena, unused": "reserved by [device] arena",
+    "frozen subclasses": "quantized parameters and the like, whole on every rank",
+    "ignored parameters": "named by [units] ignore, whole on every rank",
+    "ignored gradients": "named by [units] ignore, whole on every rank",
+    "ignored states": "named by [units] ignore, whole on every rank",
+    "activations": "saved by autograd for backward; on host or disk stored there until then",
+    "activation inputs": "of the units that backward computes again",
+    "recomputed": "saved by the unit that backward computes again now",
+    "activations, fetched": "back from their tier for backward",
+    "activations in transit": "on their way to their tier or back",
+    "other tensors": "the batch, the loss, workspaces of libraries",
+    "free in the allocator": "reserved by torch, in no tensor",
+    "of which in split blocks": "next to memory in use: only smaller tensors fit",
+    "ends of pages": "unused: every block begins on a page of its own",
+    "free in host slabs": "reserved for the host tier, unused",
+    "free in scratch file": "of the disk tier, unused",
+    "rest of the process": "Python, libraries, tensors not listed here",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +130,13 @@ class MemoryReport:
 
     def __str__(self) -> str:
         table = [
-            header("model states", "expected"),
-            *(line(row.what, row.tier, row.nbytes, row.formula) for row in self.rows),
-            line("sum", "", self.nbytes, self.formula),
-            header("buffers", "at most"),
-            *(line(name, _where(name), nbytes, self.bounds.get(name)) for name, nbytes in self.transient.items()),
-            header("other memory", "estimate", "peak"),
-            *(line(each.what, each.tier, each.nbytes, each.formula, each.peak) for each in (*self.residual, *self.rest)),
+            _header("model states", "expected"),
+            *(_line(row.what, row.tier, row.nbytes, row.formula) for row in self.rows),
+            _line("sum", "", self.nbytes, self.formula),
+            _header("buffers", "at most"),
+            *(_line(name, _where(name), nbytes, self.bounds.get(name)) for name, nbytes in self.transient.items()),
+            _header("other memory", "estimate", "peak"),
+            *(_line(each.what, each.tier, each.nbytes, each.formula, each.peak) for each in (*self.residual, *self.rest)),
         ]
         tiers = ", ".join(f"{tier} {mib(nbytes)}" for tier, nbytes in self.by_tier.items() if nbytes)
         counts = "with activations at their peak" if self._counts_activations else "without activations"
@@ -119,7 +149,7 @@ class MemoryReport:
         )
         states, buffers = [row.what for row in self.rows], list(self.transient)
         other = [each.what for each in (*self.residual, *self.rest)]
-        return "\n".join((*table, *legend([*states, *buffers, *other]), *wrapped(said)))
+        return "\n".join((*table, *_legend([*states, *buffers, *other]), *_wrapped(said)))
 
 
 def memory_report(session: Session, heads: int | None) -> MemoryReport:
@@ -127,12 +157,13 @@ def memory_report(session: Session, heads: int | None) -> MemoryReport:
     optimizers, residual = session.optimizers.here(), session.runtime.saved.residual.ask(heads)
     flats, reducer, comm = flats_of(session.units), session.runtime.reducer, session.comm
     rows = (
-        *_rows("parameter", [(flat.kind.tiers.parameter, _parameter(flat)) for flat in flats]),
+        # What the model computes with, between uses: the shard, its copy in the compute dtype, or all of it.
+        *_rows("parameter", [(f.kind.tiers.parameter, (f.held_nbytes()[0], f.plan.footprint()[0].nbytes)) for f in flats]),
         *_rows("gradient", [(flat.kind.tiers.gradient, cell) for flat, cell in _gradients(flats, reducer)]),
         *_rows("optimizer", [cell for flat in flats for cell in _optimizer(flat, optimizers)]),
     )
     gathered = sum(flat.full.nbytes for flat in flats if flat.releasable and flat.full is not None)
-    held = buffers(flats, reducer, comm)
+    held = buffers_of(flats, reducer, comm)
     transient = {"gathered units": gathered} | {name: buffer.now for name, buffer in held.items()}
     transient |= _ignored(session.ignored, optimizers)
     store = flats[0].store
@@ -144,11 +175,14 @@ def memory_report(session: Session, heads: int | None) -> MemoryReport:
     psi, ranks = sum(flat.layout.numel for flat in flats), flats[0].layout.world
     paper = paper_bytes(psi, ranks, Table.of(session.policy.table()))
     seen = MemoryReport(rows, transient, psi, ranks, paper, bounds, tuple(activations(residual)), (), ())
+    # Of a model that is divided over tp, the figures are those of this rank's share.
+    tp = comm.tp.axis
+    divided = [f"counted for rank {tp.rank} of {tp.world} on the tp axis, and only over its data ranks"] if tp.world > 1 else []
     advised = advice(_on_device(seen), residual.terms) if residual.counted else None
     return replace(
         seen,
         rest=tuple(unaccounted(flats[0].kind.device, seen._with(lambda residue: residue.nbytes or 0), seen.shared, store)),
-        notes=(*_over_tp(comm), *notes(residual), *([advised] if advised else [])),
+        notes=(*divided, *notes(residual), *([advised] if advised else [])),
     )
 
 
@@ -164,12 +198,6 @@ def _ignored(ignored: Ignored, optimizers: Sequence[torch.optim.Optimizer]) -> d
         "ignored states": sum(state.nbytes for state in states if isinstance(state, Tensor)),
     }
     return {name: nbytes for name, nbytes in held.items() if nbytes}
-
-
-def _over_tp(comm: Comm) -> list[str]:
-    """Of a model that is divided over tp, the figures are those of this rank's share."""
-    tp = comm.tp.axis
-    return [f"counted for rank {tp.rank} of {tp.world} on the tp axis, and only over its data ranks"] if tp.world > 1 else []
 
 
 _MANY = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer states"}
@@ -206,11 +234,6 @@ def paper_bytes(psi: int, ranks: int, table: Table) -> int:
     """The paper's bytes a rank for mixed precision with Adam: 2 + 2 + 12 a parameter, each divided where it is sharded."""
     cells = ((table.parameter, 2), (table.gradient, 2), (table.optimizer, 12))
     return sum(psi * size // (ranks if cell is Placement.SHARD else 1) for cell, size in cells)
-
-
-def _parameter(flat: Flat) -> Cell:
-    """What the model computes with, between uses: the shard, its copy in the compute dtype, or all of it."""
-    return flat.held_nbytes()[0], flat.plan.footprint()[0].nbytes
 
 
 def _optimizer(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[Tier, Cell]]:
@@ -262,3 +285,69 @@ def _states(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> Cell:
         held, formula = held + vectors, formula + vectors
     stored = sum(block.nbytes for block in blocks)
     return held + stored, formula + stored
+
+
+# Buffers.
+
+
+@dataclass(frozen=True, slots=True)
+class BufferUse:
+    """Bytes of one kind of buffer: held ``now``, and the ``most`` the policy allows, however large the model is."""
+
+    now: int
+    most: int
+
+
+def buffers_of(flats: Sequence[Flat], reducer: Reducer, comm: Comm) -> dict[str, BufferUse]:
+    """The buffers of this rank by kind.
+
+    Gathered units, what autograd saved and the sums that ``no_sync`` holds back are no buffers: they are the model's own.
+    "partial gradients" are what a backward fills and sends, "reduced ranges" what comes back. Microbatches add up in the
+    former: as long as their sum is held back, it is as large as the model.
+    """
+    pool, world = reducer.pool, comm.shard.axis.world
+    # A value passes through a whole flat buffer, or a chunk of one above the bound; what is frozen has no gradient.
+    trained = [flat for flat in flats if flat.kind.trainable]
+    largest = max((min(flat.layout.padded * flat.kind.wide, pool.bound) for flat in trained), default=0)
+    landing, sending = reducer.under_way()
+    # Partial sums that wait for the rest of their gradients, or for their turn.
+    gradients = [gradient for flat in flats if (gradient := reducer.gradients.get(flat.number)) is not None]
+    partial = [one.partial for one in gradients if one.partial is not None and one.partial is not one.at]
+    # Chunks of long parameters have buffers of their own.
+    sums = 1 + reducer.most * (2 if any(flat.long for flat in trained) else 1)
+    filling, bound = sum(each.nbytes for each in partial), sums * largest
+    held = {
+        "partial gradients": BufferUse(filling + sending, max(bound, filling) if reducer.accumulation.owed else bound),
+        "reduced ranges": BufferUse(landing, (1 + reducer.most) * -(-largest // world)),
+        "idle buffers": BufferUse(pool.nbytes, pool.idle_nbytes),
+        "message rings": BufferUse(comm.nbytes, comm.nbytes),
+    }
+    store = next((flat.store for flat in flats if flat.store is not None), None)
+    if store is not None:
+        held["staging"] = BufferUse(store.staged, store.staging_limit)
+    return held
+
+
+# Text.
+
+
+def _header(what: str, *columns: str) -> str:
+    """The first line of a part of the table."""
+    return f"{what:<26}{'tier':<8}{'held':>14}" + "".join(f"{column:>14}" for column in columns)
+
+
+def _line(what: str, tier: str, *figures: int | None) -> str:
+    """A row of the table: a name, a tier, and bytes."""
+    return f"{what:<26}{tier:<8}" + "".join(f"{mib(figure):>14}" for figure in figures)
+
+
+def _legend(names: Sequence[str]) -> list[str]:
+    """What the columns hold, and the rows of these names."""
+    rows = [f"{name}: {_MEANINGS[name]}" for name in dict.fromkeys(names)]
+    columns = "expected: by stage, shapes and dtypes; at most: the limit under this policy; peak: in the last step"
+    return _wrapped([columns, *rows])
+
+
+def _wrapped(lines: Iterable[str]) -> list[str]:
+    """The lines, none of them wider than the table may be."""
+    return [each for text in lines for each in textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)]

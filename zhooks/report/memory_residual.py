@@ -1,8 +1,5 @@
 """What is in memory beside the model states: activations and their formula, what is unaccounted for, and what to change.
 
-``memory.py`` asks for its rows and prints them.  It reads counts and the allocator's and the kernel's figures; it allocates
-nothing and never communicates.
-
 Source: ZeRO, arXiv:1910.02054, sections 3.2 and 6 (residual states: activations, temporary buffers, fragmentation).
 """
 
@@ -20,7 +17,6 @@ from offload.formulas import Layers
 from offload.store import Store
 from offload.tier import Tier
 from zhooks.activation import Residual
-from zhooks.report.memory_text import mib
 
 #: What holds more than this share of the memory of a tier is worth a change of the policy.
 _LARGE = 0.4
@@ -99,18 +95,12 @@ def unaccounted(device: torch.device, known: Mapping[str, int], shared: int, sto
                 if nbytes:
                     yield Residue(what, tier.value, nbytes)
         locked += rounded[Tier.HOST]
-    resident = _resident_nbytes()
-    if resident is not None:
-        mine = known["host"] + shared + locked + (known["device"] if device.type == "cpu" else 0)
-        yield Residue("rest of the process", "host", resident - mine)
-
-
-def _resident_nbytes() -> int | None:
-    """Resident memory of this process; None where the kernel does not say."""
     try:
-        return int(_STATM.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        resident = int(_STATM.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError, ValueError):
-        return None
+        return  # the kernel does not say
+    mine = known["host"] + shared + locked + (known["device"] if device.type == "cpu" else 0)
+    yield Residue("rest of the process", "host", resident - mine)
 
 
 def notes(residual: Residual) -> Iterator[str]:
@@ -145,24 +135,25 @@ def advice(on_device: Mapping[str, int], layers: Layers) -> str | None:
     largest = max(on_device, key=lambda name: on_device[name], default="")
     if not whole or on_device[largest] < _LARGE * whole:
         return None
-    change = _change(largest, layers)
-    if not change:
-        return None
-    return f"{largest} are {on_device[largest] / whole:.0%} of the device memory counted above; to reduce them, {change}"
-
-
-def _change(largest: str, layers: Layers) -> str:
-    if largest == "activations":
-        if layers.checkpoint == "none":
-            return 'set [activation] checkpoint = "unit", or tier = "host"'
-        if layers.tier == "device":
-            return 'set [activation] tier = "host"'
-        return "make the batch smaller, or accumulate over more of them"
-    return {
+    activations = "make the batch smaller, or accumulate over more of them"
+    if layers.checkpoint == "none":
+        activations = 'set [activation] checkpoint = "unit", or tier = "host"'
+    elif layers.tier == "device":
+        activations = 'set [activation] tier = "host"'
+    change = {
+        "activations": activations,
         "parameters": 'use more ranks with stage = 3, or [parameter] tier = "host"',
         "gradients": 'use more ranks with stage = 2 or 3, or [gradient] tier = "host"',
         "optimizer states": 'use more ranks with stage = 1, 2 or 3, or [optimizer] tier = "host"',
         "gathered units": "lower [schedule] prefetch, or set [schedule] reshard_after_forward = true",
         "partial gradients": "set stage = 2 or 3, which reduce at every backward",
         "idle buffers": "lower [schedule] prefetch, or [units] max_numel",
-    }.get(largest, "")
+    }.get(largest)
+    if change is None:
+        return None
+    return f"{largest} are {on_device[largest] / whole:.0%} of the device memory counted above; to reduce them, {change}"
+
+
+def mib(nbytes: int | None) -> str:
+    """For a reader; "-" where it is not known."""
+    return "-" if nbytes is None else f"{nbytes / 2**20:,.2f} MiB"

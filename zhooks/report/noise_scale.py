@@ -1,7 +1,6 @@
 """The gradient noise scale, from gradients before and after their reduction: how large a batch is still worth its samples.
 
-``Attachment.noise_scale`` returns it; ``grad/reduce.py`` shows what is sent and what has come back, as long as
-a handle is open.  It reads gradients, never changes one, and costs one exchange of five numbers a reduction.
+``grad/reduce.py`` shows what is sent and what has come back, as long as a handle is open.
 
 Note: [The estimate]
     Let G be the true gradient and S the trace of the covariance of one sample's.  The squared norm of a gradient averaged over
@@ -20,7 +19,7 @@ Note: [The two batches]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -30,6 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.errors import CapabilityError, ShardedOpError
+from offload.events import Bus
 from offload.text import shown
 from zhooks.comm import CONTROL, Call, Comm, ControlPlane
 from zhooks.grad import Probe, Reducer, Sent
@@ -90,10 +90,14 @@ class NoiseEstimate:
 
 
 class Averages:
-    """Exponential averages of both estimates; the first ones are corrected for what is not in them yet."""
+    """Exponential averages of both estimates; the first ones are corrected for what is not in them yet.
 
-    def __init__(self, decay: float) -> None:
-        self._decay = decay
+    Args:
+        bus: hears what the scale is, under ``name``.
+    """
+
+    def __init__(self, decay: float, bus: Bus | None = None, name: str = "") -> None:
+        self._decay, self._bus, self._name = decay, bus, name
         self._sums, self._weight = [0.0, 0.0], 0.0
         self._batch, self._measured, self.skipped = 0.0, 0, 0
 
@@ -107,6 +111,10 @@ class Averages:
             self._sums[place] = self._decay * self._sums[place] + value
         self._weight = self._decay * self._weight + 1
         self._batch, self._measured = pair.large_batch, self._measured + 1
+        found = self.estimate
+        if self._bus is not None and self._bus.active and found is not None and found.noise_scale is not None:
+            self._bus.counter("noise scale", self._name, min(max(1, round(found.noise_scale)), _MOST))
+            self._bus.counter("noise scale: batch", self._name, found.batch_size)
 
     @property
     def estimate(self) -> NoiseEstimate | None:
@@ -121,24 +129,14 @@ class Averages:
 class NoiseScale:
     """What ``Attachment.noise_scale`` returns: it measures until ``close()`` or the end of its ``with`` block."""
 
-    def __init__(self, probe: RanksProbe | PassesProbe, reducer: Reducer, name: str, world: int) -> None:
+    def __init__(self, probe: RanksProbe | PassesProbe, reducer: Reducer, world: int) -> None:
         self._probe, self._reducer, self._world = probe, reducer, world
-        number = next(_numbers)
-        # Levels that several attachments state under one name would be added up.
-        self._name = f"{name} {number}" if number else name
-        probe.found = self._found
         reducer.probe = probe
 
     @property
     def estimate(self) -> NoiseEstimate | None:
         """What has been measured so far, the same on every rank; None before the first reduction."""
         return self._probe.averages.estimate
-
-    def _found(self) -> None:
-        bus, estimate = self._reducer.bus, self.estimate
-        if bus.active and estimate is not None and estimate.noise_scale is not None:
-            bus.counter("noise scale", self._name, min(max(1, round(estimate.noise_scale)), _MOST))
-            bus.counter("noise scale: batch", self._name, estimate.batch_size)
 
     def __str__(self) -> str:
         found, skipped = self.estimate, self._probe.averages.skipped
@@ -172,10 +170,12 @@ def measure_noise(session: Session, batch_size: int, decay: float) -> NoiseScale
     problem = ranks.differ({"noise_scale": {"batch_size": str(batch_size), "decay": repr(decay)}})
     if problem:
         raise ShardedOpError(problem)
-    averages = Averages(float(decay))
+    # Levels that several attachments state under one name would be added up.
+    name, number = type(session.model).__name__, next(_numbers)
+    averages = Averages(float(decay), reducer.bus, f"{name} {number}" if number else name)
     alone = comm.world.axis.world == 1
     made = PassesProbe(units, comm, reducer, batch_size, averages) if alone else RanksProbe(comm, reducer, batch_size, averages)
-    return NoiseScale(made, reducer, type(session.model).__name__, comm.world.axis.world)
+    return NoiseScale(made, reducer, comm.world.axis.world)
 
 
 def _check(session: Session, batch_size: int, decay: float) -> None:
@@ -218,7 +218,6 @@ class RanksProbe(Probe):
 
     def __init__(self, comm: Comm, reducer: Reducer, batch_size: int, averages: Averages) -> None:
         self._comm, self._reducer, self._batch, self.averages = comm, reducer, batch_size, averages
-        self.found: Callable[[], None] = lambda: None
         # Of the round that runs: squares on the device, chunks seen, and passes that were added up since the last one.
         self._sent: list[Tensor] = []
         self._landed: list[Tensor] = []
@@ -264,7 +263,6 @@ class RanksProbe(Probe):
             return
         batch = self._batch * summed / world
         self.averages.add(Pair(small / world, batch, large, batch * world))
-        self.found()
 
     def close(self) -> None:
         """Nothing to undo."""
@@ -275,7 +273,6 @@ class PassesProbe(Probe):
 
     def __init__(self, units: Sequence[Unit], comm: Comm, reducer: Reducer, batch_size: int, averages: Averages) -> None:
         self._units, self._comm, self._reducer, self._batch, self.averages = units, comm, reducer, batch_size, averages
-        self.found: Callable[[], None] = lambda: None
         self._added, self._passes = False, 0
         self._first = self._last = 0.0
         self._unwatch = watch_steps(self)
@@ -330,7 +327,6 @@ class PassesProbe(Probe):
         passes, self._passes = self._passes, 0
         if passes > 1:
             self.averages.add(Pair(self._first, self._batch, self._last / passes**2, self._batch * passes))
-            self.found()
 
     def close(self) -> None:
         self._end()

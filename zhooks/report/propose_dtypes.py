@@ -1,8 +1,5 @@
 """From measured ranges to a dtype for each unit, with the reason in words, as a table and as policy rules.  Pure.
 
-``calibrate.py`` fills in what was measured and calls ``propose``; users read a ``Proposal`` or use it as a policy.  It never
-looks at a model.
-
 Note: [What is proposed]
     The base is what every unit computes in for which it is safe; the others compute in fp32.  bf16 has the range of fp32 and 8
     bits of significand: unsafe where the rounding error is a large share of what varies in a unit's activations (large values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from zhooks.session.budgets import admit_change, admit_layout
 from zhooks.session.observe import Observation
 from zhooks.session.open import abandon, close_session, open_session
 from zhooks.session.plug_in import CHOOSERS, WATCHES, Chosen, Watch, needed
@@ -18,7 +17,7 @@ from zhooks.session.state import (
     save_run,
     take_full,
 )
-from zhooks.session.stepping import adopt_states, open_stepper
+from zhooks.session.steps import admit_change, admit_layout, adopt_states, open_stepper
 
 __all__ = [
     "CHOOSERS",

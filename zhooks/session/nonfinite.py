@@ -1,8 +1,5 @@
 """Where an inf or a nan came up first: on which rank, and whether in a parameter, in what a unit made, or in a gradient.
 
-``session/open.py`` opens one an attachment; ``run/hooks.py`` shows it what units make, the reductions what they send, the step
-pipeline every step.  It never changes a value.
-
 Note: [Judged at the step]
     A gradient that is not finite is nothing wrong as long as nobody steps with it: a scaler skips the step.  So ranks agree at
     the end of backward that there was one, in the exchange that backward ends with, and look at gradients themselves only when

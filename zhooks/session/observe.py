@@ -1,7 +1,6 @@
 """What observers get: the handle that ``Attachment.observe`` returns, and what is held already when one begins to listen.
 
-The bus calls ``state_held`` of the session for each new observer; what changes afterwards is emitted where it changes.  It
-reads storages, allocates nothing and never communicates; what lies on tiers the store's account emits.
+What changes afterwards is emitted where it changes; what lies on tiers the store's account emits.
 """
 
 from __future__ import annotations

@@ -24,12 +24,11 @@ from zhooks.layout import flats_of
 from zhooks.optim import Closures, Optimizers, Owners, Rounding, Step, Stepper, StepPipeline, Steps, watch_steps
 from zhooks.plan import Plan, warn_of_unmatched
 from zhooks.run import Casts, Runtime, install, remove
-from zhooks.session.budgets import Budgets, admit_step, count_step
 from zhooks.session.nonfinite import NonFinite
 from zhooks.session.plug_in import WATCHES, Chosen, needed
 from zhooks.session.session import Session
 from zhooks.session.state import finish_saving
-from zhooks.session.stepping import open_stepper, whole_updater
+from zhooks.session.steps import Budgets, admit_step, count_step, open_stepper, whole_updater
 from zhooks.tensor import Registries
 from zhooks.unit import Pool, Unit
 

@@ -1,8 +1,4 @@
-"""The session of an attached model: all that works on it, as data.
-
-``open.py`` builds one for ``attach``; the methods of an ``Attachment``, and packages that plug into the core, are functions of
-it.
-"""
+"""The session of an attached model: all that works on it, as data that the methods of an ``Attachment`` hand to functions."""
 
 from __future__ import annotations
 
@@ -26,11 +22,10 @@ from zhooks.layout import PP, TP, Ignored, UnitPlan
 from zhooks.optim import Optimizers, Rounding, Stepper, StepPipeline, Steps
 from zhooks.plan import check_holds, rest_reserve
 from zhooks.run import Casts, Runtime
-from zhooks.session.budgets import Budgets
 from zhooks.session.nonfinite import NonFinite
 from zhooks.session.observe import state_held
 from zhooks.session.plug_in import Watch
-from zhooks.session.stepping import adopt_states
+from zhooks.session.steps import Budgets, adopt_states
 from zhooks.unit import Links, Pool, Unit
 
 if TYPE_CHECKING:

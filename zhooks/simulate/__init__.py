@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from zhooks.simulate.automatic import chosen_for
+from zhooks.simulate.costs import Slowdown
 from zhooks.simulate.policy_search import find_policy
 from zhooks.simulate.proposals import Bandwidth, Proposal, Proposals
-from zhooks.simulate.replanning import chosen_for
 from zhooks.simulate.run import Simulation, simulate
-from zhooks.simulate.slowdown import Slowdown
-from zhooks.simulate.virtual import on_paper
+from zhooks.simulate.virtual_group import on_paper
 
 __all__ = ["Bandwidth", "Proposal", "Proposals", "Simulation", "Slowdown", "chosen_for", "find_policy", "on_paper", "simulate"]

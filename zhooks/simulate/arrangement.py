@@ -1,7 +1,4 @@
-"""How ranks that are not there are arranged, and what is built on them: the mesh of a simulation, the model that a job builds.
-
-``run.py`` asks for both before anything is attached.  It simulates nothing.
-"""
+"""How ranks that are not there are arranged, and what is built on them: the mesh of a simulation, the model of a job."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from offload.virtual import NAME
 from zhooks import tree
 from zhooks.layout import EP, PP, TP, accepted_names, axis_names
 
-__all__ = ["Arrangement", "Built", "built", "is_count"]
+__all__ = ["Arrangement", "BuiltJob", "built", "is_count"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,7 @@ class Arrangement:
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltJob:
     """What ``build`` returned.
 
     Attributes:
@@ -110,7 +107,7 @@ class Built:
         return self.given[1:2]
 
 
-def built(build: Callable[..., Any], arrangement: Arrangement, mesh: DeviceMesh | None) -> Built:
+def built(build: Callable[..., Any], arrangement: Arrangement, mesh: DeviceMesh | None) -> BuiltJob:
     """The job's model on the virtual device; ``build`` is given the mesh where it is to divide the model over it."""
     with torch.device(NAME):
         found = build(mesh) if arrangement.divides else build()
@@ -126,7 +123,7 @@ def built(build: Callable[..., Any], arrangement: Arrangement, mesh: DeviceMesh 
         )
     for model in models:
         _move(model)
-    return Built(given, models)
+    return BuiltJob(given, models)
 
 
 @torch.no_grad()

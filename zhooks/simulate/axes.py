@@ -1,7 +1,5 @@
 """The policies that are searched: one value a candidate, all of them in the order of preference, and each as a policy.
 
-``simulate/policy_search.py`` enumerates them; ``automatic.py`` those that differ in bytes alone.  Pure: it looks at no model.
-
 Note: [Axes]
     Stage, the tiers of parameters, gradients and optimizer states, where updates are computed, recomputation, whether units
     stay gathered between forward and backward, micro-batches, nested replicas, ``tp`` where the user's code divides the model
@@ -190,9 +188,13 @@ def candidates(
     """
     possible: dict[Candidate, bool] = {}
     for tp in divided:
+        first = batched[0]
+        assert tp == 1 or first is not None, "a batch of unknown size cannot be made larger"
+        # Ranks that share a batch have a larger one: see Note [As many samples].
+        shared = batched if tp == 1 or first is None else batches(first.micro_batch * tp, first.accumulation)
         placed = list(_placed(world // tp, tiers, host_updates, [each for each in replicas if each == 1 or world > each * tp]))
         for dtype in dtypes:
-            for batch in _shared(batched, tp):
+            for batch in shared:
                 for checkpoint in ("none", "unit"):
                     for bare in placed:
                         each = replace(bare, checkpoint=checkpoint, dtype=dtype, prefetch=max(1, base.schedule.prefetch))
@@ -201,15 +203,6 @@ def candidates(
                             possible[key] = _possible(key, base)
                         if possible[key]:
                             yield replace(each, batch=batch, tp=tp)
-
-
-def _shared(batched: Sequence[Batch | None], tp: int) -> Sequence[Batch | None]:
-    """The batches of ``tp`` ranks that share theirs."""
-    first = batched[0]
-    if tp == 1:
-        return batched
-    assert first is not None, "a batch of unknown size cannot be made larger"
-    return batches(first.micro_batch * tp, first.accumulation)
 
 
 def _placed(world: int, tiers: Sequence[Tier], host_updates: bool, replicas: Sequence[int]) -> Iterator[Candidate]:

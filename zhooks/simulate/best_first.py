@@ -1,7 +1,4 @@
-"""The search over policies: by bounds to the few that are worth a simulation, best first.
-
-``simulate/policy_search.py`` gives it a space of candidates, and says what one comes to.  Pure: it never builds a model, and
-knows nothing of what a candidate is.
+"""The search over policies: by bounds to the few that are worth a simulation, best first.  It knows nothing of candidates.
 
 Note: [Search]
     A candidate's bound is what it takes and holds at least, from layouts and rates alone; its outcome is what a simulation
@@ -212,16 +209,27 @@ def search(
         if chosen is None:
             break
         try:
-            _try(space, chosen, limits, found)
+            outcome = space.evaluate(chosen)
         except KeyboardInterrupt:
             found.stopped = True
             break
         left.remove(chosen)
+        found.simulations += 1
+        short = limits.exceeded(outcome.memory)
+        if outcome.refused:
+            bound = space.bound(chosen)
+            found.unfit.append(Tried(chosen, bound.seconds, bound.memory, True, outcome.refused))
+        elif short:
+            needs = "needs " + ", ".join(short)
+            found.unfit.append(Tried(chosen, outcome.seconds, outcome.memory, not outcome.least, needs))
+        else:
+            found.fits.append(Tried(chosen, outcome.seconds, outcome.memory, True))
+            found.fits.sort(key=lambda each: each.seconds)
     best = found.fits[:keep]
     for each in left:
         bound = space.bound(each)
-        open_yet = not best or (bound.seconds < best[0].seconds and not _only_saves(space, each, found.fits))
-        if open_yet:
+        saves = any(space.saves(each, other.candidate) for other in found.fits)
+        if not best or (bound.seconds < best[0].seconds and not saves):
             found.untried.append(Tried(each, bound.seconds, bound.memory, False))
         else:
             found.slower += 1
@@ -235,43 +243,21 @@ def _next(
     known = [each for each in known if each[1].seconds < math.inf]
     hopeful = [each for each in known if each[1].expected <= limits.device * (1 + _DOUBT)]
     if not found.fits and (not hopeful or found.simulations >= most):
+        if not known or found.lasted:
+            return None
         # One more, of what is expected to need the least: if that does not fit, what does is not known.
-        last = min(known, key=lambda each: max(each[1].expected, each[1].memory.device), default=None)
-        return None if last is None or found.lasted else _lasting(found, last[0])
+        found.lasted = True
+        return min(known, key=lambda each: max(each[1].expected, each[1].memory.device))[0]
     if not hopeful or found.simulations >= most:
         return None
-    beside = [(each, space.bound(each.candidate)) for each in found.fits]
-    ahead = [(each, _expected(space, each, bound, beside), bound.traffic) for each, bound in hopeful]
+    beside = [(each, space.bound(each.candidate).seconds) for each in found.fits]
+
+    def expected(candidate: C, bound: Bound) -> float:
+        # Of what only saves memory beside others their time, and by how much its bound is above theirs.
+        saves = [(each.seconds, least) for each, least in beside if space.saves(candidate, each.candidate)]
+        return max((took + max(0.0, bound.seconds - least) for took, least in saves), default=bound.seconds)
+
     # Of equal ones the first: the order of the space is the order of preference.
+    ahead = [(each, expected(each, bound), bound.traffic) for each, bound in hopeful]
     chosen, seconds, _ = min(ahead, key=lambda each: each[1:])
-    enough = len(found.fits) >= keep and seconds >= found.fits[keep - 1].seconds
-    return None if enough else chosen
-
-
-def _expected(space: Space[C], candidate: C, bound: Bound, beside: Sequence[tuple[Tried[C], Bound]]) -> float:
-    """Its bound; of what only saves memory beside others their time, and by how much its bound is above theirs."""
-    saves = [(each.seconds, own.seconds) for each, own in beside if space.saves(candidate, each.candidate)]
-    return max((took + max(0.0, bound.seconds - least) for took, least in saves), default=bound.seconds)
-
-
-def _lasting(found: Ranking[C], chosen: C) -> C:
-    found.lasted = True
-    return chosen
-
-
-def _try(space: Space[C], chosen: C, limits: Limits, found: Ranking[C]) -> None:
-    outcome = space.evaluate(chosen)
-    found.simulations += 1
-    why = limits.exceeded(outcome.memory)
-    if outcome.refused:
-        bound = space.bound(chosen)
-        found.unfit.append(Tried(chosen, bound.seconds, bound.memory, True, outcome.refused))
-    elif why:
-        found.unfit.append(Tried(chosen, outcome.seconds, outcome.memory, not outcome.least, "needs " + ", ".join(why)))
-    else:
-        found.fits.append(Tried(chosen, outcome.seconds, outcome.memory, True))
-        found.fits.sort(key=lambda each: each.seconds)
-
-
-def _only_saves(space: Space[C], candidate: C, fits: Sequence[Tried[C]]) -> bool:
-    return any(space.saves(candidate, each.candidate) for each in fits)
+    return None if len(found.fits) >= keep and seconds >= found.fits[keep - 1].seconds else chosen

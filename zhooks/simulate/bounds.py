@@ -1,7 +1,7 @@
-"""What a step takes at least on a hardware profile: compute that was observed, and transfers by their bytes.
+"""What a policy has one rank hold and move, and what its step takes at least on a hardware profile: no tensor is made.
 
-``simulate/policy_search.py`` prunes by it.  Pure arithmetic over `Needs` and a cost model: it simulates nothing.  Each
-resource is taken to be busy without a pause, so that a simulation never finds less.
+Layouts are those that ``attach`` would build, and bytes are counted by their one place, ``FlatPlan.footprint``.  Each resource
+is taken to be busy without a pause, so that a simulation never finds less.
 
 Note: [Least time]
     Forward and backward take the longest of what the device computes, of gathers, of reductions and of copies, for these may
@@ -17,15 +17,22 @@ Note: [Compute of another shape]
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+from torch import nn
+
 from offload.hardware import CostModel, Hardware
+from offload.policy import Policy
 from offload.tier import Tier
+from zhooks import tree
+from zhooks.layout import FlatPlan, Group, Ignored, UnitPlan, find_units, flats_of
+from zhooks.plan import Layouts, device_floor, ignored_here, state_nbytes
 from zhooks.simulate.axes import Candidate, Dtype, Shape
 from zhooks.simulate.best_first import Bound, Memory
-from zhooks.simulate.needs import Need, Needs
 
-__all__ = ["Bounds", "Seconds"]
+__all__ = ["Bounds", "Built", "Need", "Needs"]
 
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: Passes over the weights in a micro-batch, and bytes of each element.
@@ -33,18 +40,121 @@ _PASSES, _WIDE = 3, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Seconds:
-    """What each resource is busy for in a step, at least."""
+class Need:
+    """What a policy comes to on one rank.
 
-    gather: float
-    reduce: float
-    copies: float
-    disk: float
-    update: float
+    Attributes:
+        stored: parameters, gradients, masters and states, where they lie at the end of backward.
+        gradients: of that, the gradients that are on the device.
+        floor: on the device at the most without activations: what is stored, gathered units, sums on their way.
+        states: bytes of states, wherever they lie.
+        flats: of all units.
+    """
+
+    stored: Memory
+    gradients: int
+    floor: int
+    states: int
+    flats: tuple[FlatPlan, ...]
 
     @property
-    def total(self) -> float:
-        return self.gather + self.reduce + self.copies + self.disk + self.update
+    def least(self) -> Memory:
+        """Held for all of a step, so that its peak is above this by what activations take: all but gradients."""
+        return replace(self.stored, device=self.stored.device - self.gradients)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model, its optimizer and what is left as it is."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    ignored: Ignored
+
+
+@dataclass(slots=True)
+class Needs:
+    """A model's, by candidate; placements that differ in nothing but time are computed once.
+
+    Attributes:
+        world: ranks.
+        others: optimizers beside the first.
+        divided: the same model as it is divided, by ranks of ``tp``.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    base: Policy
+    world: int
+    ignored: Ignored
+    device: torch.device
+    others: Sequence[torch.optim.Optimizer] = ()
+    divided: Mapping[int, Built] = field(default_factory=dict)
+    numel: int = field(init=False)
+    _groups: dict[tuple[int, int | None], list[Group]] = field(init=False, default_factory=dict)
+    _known: dict[Candidate, Need] = field(init=False, default_factory=dict)
+    _states: dict[tuple[int, int, int], int] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.numel = sum(param.numel() for param in tree.parameters(self.model))
+
+    def built(self, tp: int) -> Built:
+        """The model over so many ranks of ``tp``."""
+        return self.divided.get(tp) or Built(self.model, self.optimizer, self.ignored)
+
+    def groups(self, candidate: Candidate) -> Sequence[Group]:
+        """What is gathered together."""
+        built, key = self.built(candidate.tp), (candidate.tp, candidate.min_numel)
+        if key not in self._groups:
+            self._groups[key] = find_units(built.model, candidate.policy(self.base), built.ignored)
+        return self._groups[key]
+
+    def of(self, candidate: Candidate) -> Need:
+        """What it comes to."""
+        # Not in bytes, but for those in flight: how far ahead is gathered.
+        key = replace(candidate, checkpoint="none", kept=False, batch=None)
+        if key not in self._known:
+            self._known[key] = self._count(key)
+        return self._known[key]
+
+    def _count(self, candidate: Candidate) -> Need:
+        units = self._units(candidate, self.base)
+        flats = tuple(flats_of(units))
+        cells = [cell for flat in flats for cell in flat.footprint()]
+        states = self._state_nbytes(candidate)
+        # Each flat's share of them lies where its optimizer's cell does.
+        trained = [(flat.kind.tiers.optimizer, flat.shard_numel) for flat in flats if flat.kind.trainable]
+        updated = sum(numel for _, numel in trained)
+        sums = {tier: sum(cell.on(tier) for cell in cells) for tier in Tier}
+        if updated:
+            shares = {tier: sum(numel for where, numel in trained if where is tier) for tier in Tier}
+            sums = {tier: sums[tier] + states * shares[tier] // updated for tier in Tier}
+        whole = ignored_here(self.built(candidate.tp).ignored, self.device)
+        left = sum(nbytes * (2 if param.requires_grad else 1) for param, nbytes in whole)
+        stored = Memory(sums[Tier.DEVICE] + left, sums[Tier.HOST], sums[Tier.DISK])
+        gradients = sum(cell.on(Tier.DEVICE) for cell in cells if cell.what == "gradient")
+        kept = sum(cell.on(Tier.DEVICE) for cell in cells)
+        floor = stored.device + device_floor(candidate.policy(self.base), units) - kept
+        return Need(stored, gradients, floor, states, flats)
+
+    def _units(self, candidate: Candidate, base: Policy) -> Sequence[UnitPlan]:
+        model, ranks = self.built(candidate.tp).model, self.world // candidate.replicate // candidate.tp
+        layouts = Layouts.over(model, candidate.policy(base), ranks, candidate.replicate, self.device)
+        return layouts.units(self.groups(candidate))
+
+    def _state_nbytes(self, candidate: Candidate) -> int:
+        """Of the optimizer on one rank: as it would be with all of them on the device; 0 where nobody can tell."""
+        optimizer = self.built(candidate.tp).optimizer
+        if optimizer is None:
+            return 0
+        key = (min(candidate.stage, 1), candidate.replicate, candidate.tp)
+        if key not in self._states:
+            # By rules some may lie elsewhere whatever the tables say: they count here, too.
+            bare = self.base.model_copy(update={"rule": ()})
+            units = self._units(Candidate(candidate.stage, replicate=candidate.replicate, tp=candidate.tp), bare)
+            wide = bare.optimizer.rounding == "stochastic"
+            self._states[key] = sum(state_nbytes(one, units, 0, wide=wide)[0] for one in (optimizer, *self.others))
+        return self._states[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +180,6 @@ class Bounds:
     _seen: dict[Shape, tuple[float, int]] = field(default_factory=dict)
     #: What was simulated, and the peak of its passes.
     _peaks: dict[Candidate, int] = field(default_factory=dict)
-    _seconds: dict[Candidate, Seconds] = field(default_factory=dict)
     _once_known: dict[Candidate, _Once] = field(default_factory=dict)
     _collectives: dict[tuple[str, int, range], float] = field(default_factory=dict)
     _costs: CostModel = field(init=False)
@@ -88,15 +197,23 @@ class Bounds:
 
     def of(self, candidate: Candidate) -> Bound:
         """At least, for all that is known now."""
-        need, seconds = self.needs.of(candidate), self._transfers(candidate)
+        need, once = self.needs.of(candidate), self._once(candidate)
+        times = 1 if candidate.batch is None else candidate.batch.accumulation
+        reduce = times * once.reduce
+        gather = once.resident + times * (once.released if candidate.kept else 2 * once.released)
+        if candidate.stage == 3 and not candidate.kept:
+            # Of units that are released between forward and backward one may stay.
+            gather = max(0.0, gather - times * once.longest)
         _, activations = self._seen.get(candidate.shape, (0.0, 0))
-        compute, accelerated = self._compute(candidate), self.hardware.kind == "gpu"
-        passes = [compute, seconds.gather, seconds.reduce]
-        least = max(passes) if accelerated else sum(passes)
-        least += max(seconds.copies, seconds.disk, seconds.update) if accelerated else max(seconds.disk, seconds.update)
+        passes = (self._compute(candidate), gather, reduce)
+        if self.hardware.kind == "gpu":
+            least = max(passes) + max(once.copies, once.disk, once.update)
+        else:
+            least = sum(passes) + max(once.disk, once.update)
         held = need.least
         memory = Memory(max(held.device + activations, need.stored.device), held.host, held.disk)
-        return Bound(least, seconds.total, memory, self._expected(candidate))
+        traffic = gather + reduce + once.copies + once.disk + once.update
+        return Bound(least, traffic, memory, self._expected(candidate))
 
     def _expected(self, candidate: Candidate) -> int:
         """The peak of one that recomputes and divides the batch alike, with what the two hold otherwise."""
@@ -112,9 +229,9 @@ class Bounds:
         return max(mine.stored.device, min(found, default=(0, 0))[1])
 
     def _compute(self, candidate: Candidate) -> float:
-        mine, own = candidate.shape, self._seen.get(candidate.shape)
-        if own:
-            return own[0]
+        mine = candidate.shape
+        if mine in self._seen:
+            return self._seen[mine][0]
         return max((self._beside(mine, shape, seen[0]) for shape, seen in self._seen.items()), default=0.0)
 
     def _beside(self, mine: Shape, other: Shape, seconds: float) -> float:
@@ -132,37 +249,24 @@ class Bounds:
         """What is left at least of the time of an operation in another dtype."""
         if before == after or before is None or after is None:
             return 1.0
-        # Whether fp32 is computed in TF32 is torch's setting: the slower before, the quicker after.
-        rates = min(self._peaks_of(before)) / max(self._peaks_of(after))
-        return min(1.0, rates, _ITEMSIZE[after] / _ITEMSIZE[before])
 
-    def _peaks_of(self, dtype: Dtype) -> list[float]:
-        names = {"fp32": ("fp32", "tf32")}.get(dtype, (dtype,))
-        return [float(rate) for name in names if (rate := getattr(self.hardware.peak, name))]
+        def peaks(dtype: Dtype) -> list[float]:
+            # Whether fp32 is computed in TF32 is torch's setting: the slower before, the quicker after.
+            names = ("fp32", "tf32") if dtype == "fp32" else (dtype,)
+            return [float(rate) for name in names if (rate := getattr(self.hardware.peak, name))]
+
+        return min(1.0, min(peaks(before)) / max(peaks(after)), _ITEMSIZE[after] / _ITEMSIZE[before])
 
     def _kept(self, candidate: Candidate, need: Need) -> int:
         """Gathered units that stay beside the floor's, at the most."""
-        return sum(flat.transient_nbytes for flat in need.flats) if candidate.kept else _largest(need)
+        sizes = [flat.transient_nbytes for flat in need.flats]
+        return sum(sizes) if candidate.kept else max(sizes, default=0)
 
-    def _transfers(self, candidate: Candidate) -> Seconds:
-        if candidate not in self._seconds:
-            self._seconds[candidate] = self._add_up(candidate, self.needs.of(candidate))
-        return self._seconds[candidate]
-
-    def _add_up(self, candidate: Candidate, need: Need) -> Seconds:
-        times = 1 if candidate.batch is None else candidate.batch.accumulation
-        once = self._once(candidate, need)
-        # Of units that are released between forward and backward one may stay.
-        gather = once.resident + times * (once.released if candidate.kept else 2 * once.released)
-        if candidate.stage == 3 and not candidate.kept:
-            gather -= times * once.longest
-        return Seconds(max(0.0, gather), times * once.reduce, once.copies, once.disk, once.update)
-
-    def _once(self, candidate: Candidate, need: Need) -> _Once:
+    def _once(self, candidate: Candidate) -> _Once:
         """What does not follow from the batch, or from what is computed."""
         key = replace(candidate, checkpoint="none", kept=False, batch=None)
         if key not in self._once_known:
-            self._once_known[key] = self._of_flats(key, need)
+            self._once_known[key] = self._of_flats(key, self.needs.of(candidate))
         return self._once_known[key]
 
     def _of_flats(self, candidate: Candidate, need: Need) -> _Once:
@@ -215,7 +319,3 @@ class Bounds:
         copied = states * away // total if total and candidate.compute == "device" else 0
         on_host = passed * away // total if total and candidate.compute == "host" else 0
         return copied, stored, stored, on_host, passed - on_host
-
-
-def _largest(need: Need) -> int:
-    return max((flat.transient_nbytes for flat in need.flats), default=0)

@@ -1,21 +1,104 @@
-"""What operations, copies and collectives take on a hardware profile: a machine's `Costs` from ``offload.hardware``.
+"""What operations, copies, collectives and Python's own calls take on a hardware profile: a machine's `Costs`.
 
-``run.py`` makes one for a simulation.  What an operation does is counted by ``offload.counting``; it keeps no clock.
+What an operation does is counted by ``offload.counting``.
+
+Note: [The slowest rank]
+    One rank stands for all that are alike.  Every rank meets every other in a step's collectives, if not in one group then over
+    those of other axes, so a step takes what it takes the slowest rank, which waits for nobody: that one is simulated.  A ring
+    or a tree is as fast as its slowest link, and of the groups beside each other on an axis one has it.  Ranks that are slow in
+    different things are taken to be one that is slow in all of them, which is the most that a step can take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from offload import device, disk
 from offload.counting import flops, moved, name_of
+from offload.errors import SimulationError
 from offload.hardware import Collective, CostModel, Hardware
-from offload.virtual import ACCELERATOR, HOST, Operation
-from zhooks.simulate.slowdown import Pace, slowed
+from offload.virtual import ACCELERATOR, HOST, Calls, Happening, Listener, Machine, Operation
 
-__all__ = ["HardwareCosts"]
+__all__ = ["HardwareCosts", "Pace", "Slowdown", "program_calls", "slowest"]
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """Ranks that are slower than the hardware profile says, by factors.
+
+    Attributes:
+        ranks: which ranks.
+        compute: factor for operations on their devices.
+        link: factor for bytes over the links inside their nodes; 2.0 is half the bandwidth.
+        network: factor for bytes between their nodes and others.
+    """
+
+    ranks: Sequence[int]
+    compute: float = 1.0
+    link: float = 1.0
+    network: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """That of the slowest rank, see Note [The slowest rank].
+
+    Attributes:
+        rank: its number.
+        slow: how many ranks are slower in something.
+    """
+
+    rank: int
+    slow: int
+    compute: float
+    link: float
+    network: float
+
+
+def slowest(given: Slowdown | Iterable[Slowdown], world: int) -> Pace | None:
+    """All of them in one; None where nothing is slow.
+
+    Raises:
+        SimulationError: something else than slowdowns, a factor below 1, or ranks that are not there.
+    """
+    every = [given] if isinstance(given, Slowdown) else list(given) if isinstance(given, Iterable) else [given]
+    for one in every:
+        if not isinstance(one, Slowdown):
+            raise SimulationError(f"slow expected a Slowdown, or several of them, found {one!r}.")
+        for name in ("compute", "link", "network"):
+            factor = getattr(one, name)
+            if not isinstance(factor, int | float) or not 1.0 <= factor < math.inf:
+                raise SimulationError(
+                    f"slow expected {name} to be a factor of at least 1.0, by which it takes longer, found {factor!r}. For "
+                    "faster devices, use another hardware profile."
+                )
+        ranks: object = one.ranks
+        if not isinstance(ranks, Collection) or not ranks or not all(isinstance(at, int) and 0 <= at < world for at in ranks):
+            shown = list(ranks) if isinstance(ranks, range) else ranks
+            raise SimulationError(f"slow expected ranks as numbers from 0 to {world - 1}, found {shown}.")
+    every = [one for one in every if max(one.compute, one.link, one.network) > 1.0]
+    if not every:
+        return None
+    shown = max(every, key=lambda one: (one.compute, one.network, one.link))
+    factors = [max(getattr(one, name) for one in every) for name in ("compute", "link", "network")]
+    return Pace(min(shown.ranks), len({rank for one in every for rank in one.ranks}), *factors)
+
+
+def slowed(hardware: Hardware, pace: Pace) -> Hardware:
+    """The profile whose collectives are those of the slowest groups."""
+    link, network = hardware.link, hardware.network
+    node = None if link.node_bandwidth is None else link.node_bandwidth / pace.link
+    changed = {"link": {"bandwidth": link.bandwidth / pace.link, **({} if node is None else {"node_bandwidth": node})}}
+    if network is not None:
+        changed["network"] = {"bandwidth": network.bandwidth / pace.network}
+    return hardware.replaced(**changed)
+
 
 _aten: Any = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._grouped_mm})
@@ -47,6 +130,10 @@ class HardwareCosts:
         self._operations: dict[Any, tuple[float, int]] = {}
         self._collectives: dict[Any, tuple[Collective, int]] = {}
 
+    def counted(self) -> tuple[float, float, float]:
+        """FLOPs, bytes over the link, bytes over the network, so far."""
+        return float(self.flops), self.link_nbytes, self.network_nbytes
+
     def operation(self, operation: Operation, index: int) -> float:
         known = self._operations.get((operation.kind, index))
         if known is None:
@@ -65,7 +152,10 @@ class HardwareCosts:
         if index == HOST and self.accelerated:
             return self.model.host_update(nbytes, done, self._beside), 0
         dtype = next((str(tensor.dtype) for tensor in operation.reads if tensor.is_floating_point()), "float32")
-        size = _smallest(operation) if overload.overloadpacket in _PRODUCTS else None
+        size: int | None = None
+        if overload.overloadpacket in _PRODUCTS:
+            matrices = [tensor.shape[-2:] for tensor in operation.reads if tensor.dim() >= 2][-2:]
+            size = min((length for shape in matrices for length in shape), default=1)
         return self._compute * self.model.compute(done, nbytes, dtype, size, name_of(overload)), done
 
     def copy(self, source: int | None, out: int, nbytes: int) -> float:
@@ -92,7 +182,38 @@ class HardwareCosts:
         return done.seconds
 
 
-def _smallest(operation: Operation) -> int:
-    """The smallest dimension of a matrix product."""
-    matrices = [tensor.shape[-2:] for tensor in operation.reads if tensor.dim() >= 2][-2:]
-    return min((length for shape in matrices for length in shape), default=1)
+#: What stands in for the parts of a real run that are not Python's, with this package: streams, disks, other ranks.
+_APART = ((device, "virtual.py"), (device, "clock.py"), (disk, "virtual_disk.py"))
+
+
+class _Follower(Listener):
+    """Threads that issue operations are followed from their first on."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def happened(self, happening: Happening) -> None:
+        self._calls.follow()
+
+
+@contextmanager
+def program_calls(machine: Machine) -> Iterator[None]:
+    """Calls of the program inside take their time."""
+    call = machine.costs.call
+    if not call:
+        yield
+        return
+
+    def called() -> None:
+        machine.now += call
+
+    package = Path(__file__).parent
+    beside = [Path(str(of.__file__)).with_name(name) for of, name in _APART]
+    calls = Calls((str(package), *map(str, beside)), called)
+    follower = _Follower(calls)
+    machine.listeners.append(follower)
+    try:
+        with calls.on():
+            yield
+    finally:
+        machine.listeners.remove(follower)

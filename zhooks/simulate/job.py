@@ -1,7 +1,7 @@
 """What ``find_policy`` plans: a job's two functions, what they can be asked for, and the model as it is divided.
 
-``policy_search.py`` makes one for a search.  Which axes are searched follows from the parameters that the functions have; what
-is left out for want of one, or because the model cannot be divided so, is kept as notes.  It simulates nothing.
+Which axes are searched follows from the parameters that the functions have; what is left out for want of one, or because the
+model cannot be divided so, is kept as notes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from zhooks import tree
 from zhooks.layout import Ignored
 from zhooks.plan import check_module
 from zhooks.simulate.axes import MOST_DIVIDED, Batch, Dtype, batches
+from zhooks.simulate.bounds import Built, Needs
 from zhooks.simulate.costs import HardwareCosts
-from zhooks.simulate.needs import Built, Needs
 from zhooks.simulate.virtual_group import ranks_on_paper
 from zhooks.tensor import ShardedTensor
 
@@ -117,12 +117,12 @@ class Job:
         divided = {}
         for tp in self._sizes():
             try:
-                built = self._built(tp, base)
+                split = self._built(tp, base)
             except Exception as error:
                 self.notes.append(f"tp {tp}: build raised {said(error)}")
                 continue
-            if any(isinstance(param, DTensor) for param in tree.parameters(built.model)):
-                divided[tp] = built
+            if any(isinstance(param, DTensor) for param in tree.parameters(split.model)):
+                divided[tp] = split
             else:
                 self.notes.append(f'tp {tp}: build returned a model with no parameter divided over mesh["tp"]')
         return Needs(whole.model, whole.optimizer, base, self.world, whole.ignored, place, divided=divided)
@@ -132,11 +132,10 @@ class Job:
             sizes = (self.world // tp, tp)
             mesh = [] if tp == 1 else [init_device_mesh(NAME, sizes, mesh_dim_names=("shard", "tp"))]
             with torch.device(NAME):
-                built: Any = self.build(*mesh)
-        model, *optimizers = built if isinstance(built, tuple) else (built,)
+                found: Any = self.build(*mesh)
+        model, *optimizers = found if isinstance(found, tuple) else (found,)
         check_module(model)
-        ignored = Ignored.of(model, base.units.ignore, ShardedTensor)
-        return Built(model, optimizers[0] if optimizers else None, ignored)
+        return Built(model, next(iter(optimizers), None), Ignored.of(model, base.units.ignore, ShardedTensor))
 
     def _sizes(self) -> list[int]:
         """Divisors of a node, for links between nodes are too slow to wait for in every layer."""

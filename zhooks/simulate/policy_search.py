@@ -1,8 +1,4 @@
-"""``find_policy``: the policy under which a job's step is the quickest on hardware that is not there, within its memory.
-
-``zhooks.simulate`` searches, ``simulate`` says what a candidate comes to; here the two are put together, and what was found
-is made ready to be read.  Nothing is trained and nothing is written.
-"""
+"""``find_policy``: the policy under which a job's step is the quickest on hardware that is not there, within its memory."""
 
 from __future__ import annotations
 
@@ -10,29 +6,24 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from statistics import median_low
 from typing import Any
-
-from torch.distributed.device_mesh import DeviceMesh
 
 from offload.errors import BudgetError, CapabilityError, SimulationError
 from offload.hardware import Hardware
 from offload.policy import Policy
 from offload.text import as_size, counted, one_line
 from offload.tier import Tier, Tiers
-from offload.virtual import running
-from zhooks.optim import watch_steps
 from zhooks.simulate.axes import Batch, Candidate, candidates, changed, saves
-from zhooks.simulate.best_first import TIE, Bound, Limits, Memory, Outcome, Ranking, Tried, search
-from zhooks.simulate.bounds import Bounds
+from zhooks.simulate.best_first import TIE, Bound, Limits, Memory, Outcome, Tried, search
+from zhooks.simulate.bounds import Bounds, Needs
 from zhooks.simulate.job import Build, Job, said
-from zhooks.simulate.needs import Needs
+from zhooks.simulate.measure import Usage
 from zhooks.simulate.proposals import Proposal, Proposals, folded
 from zhooks.simulate.run import Simulation, lasting, simulate
-from zhooks.simulate.watch import Watch
 
 __all__ = ["find_policy"]
 
@@ -54,15 +45,15 @@ _MANY, _FEW = 8, 2
 @contextmanager
 def _heap_set_aside() -> Iterator[None]:
     """Leave what is there before to no garbage collection: each attach runs one, which takes longer than a small simulation."""
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.collect()
-    gc.freeze()
+    frozen = gc.get_freeze_count()
+    if not frozen:
+        gc.collect()
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 @_heap_set_aside()
@@ -118,7 +109,8 @@ def find_policy(
     batched, dtypes, replicas = job.batched(), job.dtypes(precision), job.replicas()
     space = _Space(job, base, limits, tell, job.needs(base))
     # A tier that the user says is empty, or that the hardware lacks, is none.
-    tiers = [tier for tier in Tier if tier is Tier.DEVICE or (getattr(limits, tier.value) > 0 and _has(profile, tier))]
+    there = [tier for tier in Tier if tier is not Tier.DISK or profile.disk is not None]
+    tiers = [tier for tier in there if tier is Tier.DEVICE or getattr(limits, tier.value) > 0]
     listed = list(
         candidates(
             base, world,
@@ -145,21 +137,19 @@ def find_policy(
         # What the search has not come to within its simulations may fit after all.
         ranking.fits = [each for each in least if not each.why and not limits.exceeded(each.memory)]
         if not ranking.fits:
-            raise BudgetError(_nothing_fits(space, limits, tiers, least))
+            unused = [tier.value for tier in there if tier not in tiers]
+            raise BudgetError(_nothing_fits(space, limits, unused, least))
         ranking = ranking.ordered()
     for changes in (_deeper, _larger, _shared):
         further = list(changes(space, ranking.fits[0], limits))[: max(0, most - ranking.simulations)]
         if further and not ranking.stopped:
-            ranking = _improved(ranking, search(space, further, limits, keep=keep, most=len(further)))
+            more = search(space, further, limits, keep=keep, most=len(further))
+            # With what is quicker than the best one so far.
+            more.fits = [each for each in more.fits if each.seconds < ranking.fits[0].seconds * (1 - TIE)]
+            ranking = ranking.joined(more)
     proposals = tuple(space.proposal(each.candidate, each.memory) for each in ranking.fits[:keep])
     notes = (*job.notes, *(f"tp {tp}: {why}" for tp, why in space.undivided.items()))
     return Proposals(profile.name, world, limits, len(listed), proposals, ranking, space.needs.numel, profile.kind, notes)
-
-
-def _improved(ranking: Ranking[Candidate], further: Ranking[Candidate]) -> Ranking[Candidate]:
-    """With what is quicker than the best one so far."""
-    further.fits = [each for each in further.fits if each.seconds < ranking.fits[0].seconds * (1 - TIE)]
-    return ranking.joined(further)
 
 
 @dataclass(slots=True)
@@ -175,8 +165,7 @@ class _Space:
     limits: Limits
     tell: Callable[[str], None]
     needs: Needs
-    simulated: dict[Candidate, Simulation] = field(default_factory=dict)
-    watched: dict[Candidate, Watch] = field(default_factory=dict)
+    simulated: dict[Candidate, tuple[Simulation, Usage]] = field(default_factory=dict)
     undivided: dict[int, str] = field(default_factory=dict)
     bounds: Bounds = field(init=False)
 
@@ -193,7 +182,7 @@ class _Space:
 
     def exposed(self, best: Tried[Candidate]) -> float:
         """Seconds of the best one's step in which the device computes nothing."""
-        busy = self.watched[best.candidate].busy
+        busy = self.simulated[best.candidate][1].busy
         return best.seconds - busy["compute"] - busy["update"]
 
     def saves(self, candidate: Candidate, beside: Candidate) -> bool:
@@ -214,39 +203,30 @@ class _Space:
         one = self._simulated(candidate, batch)
         if isinstance(one, Outcome):
             return one
-        found, watch = one
+        found, usage = self.simulated[candidate] = one
         memory = self._memory(candidate, found)
         short = self.limits.exceeded(memory)
         unfit = f", does not fit: {', '.join(short)}" if short else ""
         self.tell(f"{candidate}: {lasting(found.step_s)}, {as_size(found.device.nbytes)} on the device{unfit}")
-        self.simulated[candidate], self.watched[candidate] = found, watch
-        self.bounds.observe(candidate, watch.passes_s, watch.passes_peak)
+        self.bounds.observe(candidate, usage.passes_s, usage.passes_peak)
         return Outcome(found.step_s, memory)
 
     def _memory(self, candidate: Candidate, found: Simulation) -> Memory:
         return Memory(found.device.nbytes, found.host.nbytes, self.needs.of(candidate).stored.disk)
 
-    def _simulated(self, candidate: Candidate, batch: Batch | None) -> tuple[Simulation, Watch] | Outcome:
+    def _simulated(self, candidate: Candidate, batch: Batch | None) -> tuple[Simulation, Usage] | Outcome:
         """Its step with this batch, and what that was busy with; why there is none."""
-        watch = Watch()
-        # Before those that attach later.
-        unwatch = watch_steps(watch)
-
-        def build(*mesh: DeviceMesh) -> Any:
-            watch.open(running())
-            return self.job.build(*mesh)
+        usage = Usage()
 
         def step(*given: Any) -> None:
-            chosen = {} if batch is None else {"micro_batch": batch.micro_batch, "accumulation": batch.accumulation}
-            watch.begin()
-            self.job.step(*given, **chosen)
-            watch.end()
+            with usage.step():
+                self.job.step(*given, **({} if batch is None else asdict(batch)))
 
         try:
             found = simulate(
-                build, step,
+                self.job.build, step,
                 world=self.job.world, mesh=candidate.mesh(self.job.world), hardware=self.job.hardware,
-                policy=candidate.simulated(self.base), check_races=False,
+                policy=candidate.simulated(self.base), check_races=False, follow=usage.following,
             )  # fmt: skip
         except (BudgetError, CapabilityError) as error:
             self.tell(f"{candidate}: {error}")
@@ -258,33 +238,19 @@ class _Space:
             self.undivided[candidate.tp] = said(error)
             self.tell(f"{candidate}: {said(error)}")
             return Outcome(0.0, self.needs.of(candidate).stored, said(error))
-        finally:
-            unwatch()
-        return found, watch
+        return found, usage
 
     def proposal(self, candidate: Candidate, memory: Memory) -> Proposal:
-        watch = self.watched[candidate]
-        return Proposal(
-            candidate, self._within(candidate, memory), candidate.mesh(self.job.world), self.simulated[candidate], memory,
-            dict(watch.busy), dict(watch.moved),
-        )  # fmt: skip
-
-
-    def _within(self, candidate: Candidate, memory: Memory) -> Policy:
         """The candidate's policy, with the limits of this search as budgets, where they change no schedule."""
-        policy = candidate.policy(self.base)
+        policy, (found, usage) = candidate.policy(self.base), self.simulated[candidate]
         budget = {tier.value: getattr(self.limits, tier.value) for tier in (Tier.HOST, Tier.DISK) if memory.on(tier)}
         # At stage 3 units stay gathered as far as [budget] device allows, which counts no activations.
         if not self.limits.one_memory and (candidate.stage < 3 or candidate.kept):
             budget["device"] = self.limits.device
         values = policy.values()
         values["budget"] = {**budget, **values.get("budget", {})}
-        return Policy.of(changed(Policy(), Policy.of(values)))
-
-
-def _reserved(profile: Hardware) -> int:
-    """Bytes of a device for its context, its libraries and a margin; of a small one no more than an eighth."""
-    return min(CONTEXT_NBYTES, profile.device.memory // 8) if profile.kind == "gpu" else 0
+        within, mesh = Policy.of(changed(Policy(), Policy.of(values))), candidate.mesh(self.job.world)
+        return Proposal(candidate, within, mesh, found, memory, dict(usage.busy), dict(usage.moved))
 
 
 def _limits(profile: Hardware, world: int, device: int | None, host: int | None, disk: int | None) -> Limits:
@@ -292,7 +258,9 @@ def _limits(profile: Hardware, world: int, device: int | None, host: int | None,
     node_host = profile.host.memory if host is None else host
     drives = 0 if profile.disk is None else profile.disk.count * profile.disk.capacity
     node_disk = drives if disk is None else disk
-    own = profile.device.memory - _reserved(profile) if device is None else device
+    # Of a small device no more than an eighth is kept free.
+    context = min(CONTEXT_NBYTES, profile.device.memory // 8) if profile.kind == "gpu" else 0
+    own = profile.device.memory - context if device is None else device
     there = {"device": (device, profile.device.memory), "host": (host, profile.host.memory), "disk": (disk, drives)}
     for name, (asked, most) in there.items():
         if asked is not None and not 0 <= asked <= most:
@@ -308,10 +276,6 @@ def _limits(profile: Hardware, world: int, device: int | None, host: int | None,
     return Limits(own, node_host // beside, node_disk // beside)
 
 
-def _has(profile: Hardware, tier: Tier) -> bool:
-    return tier is not Tier.DISK or profile.disk is not None
-
-
 def _deeper(space: _Space, best: Tried[Candidate], limits: Limits) -> Iterator[Candidate]:
     """The same with more units gathered ahead, where something else than compute takes long."""
     prefetch = best.candidate.prefetch
@@ -324,7 +288,7 @@ def _larger(space: _Space, best: Tried[Candidate], limits: Limits) -> Iterator[C
     worth = TIE * best.seconds
     if space.exposed(best) <= worth:
         return
-    numel = median_low(unit.numel for unit in space.needs.units(best.candidate))
+    numel = median_low(unit.numel for unit in space.needs.groups(best.candidate))
     for blocks in _JOINED:
         floor = (blocks - 1) * numel + 1
         joined = replace(best.candidate, min_numel=floor)
@@ -357,7 +321,7 @@ def _least(space: _Space, tiers: list[Tier], smallest: Candidate) -> list[Tried[
     return out
 
 
-def _nothing_fits(space: _Space, limits: Limits, tiers: list[Tier], least: list[Tried[Candidate]]) -> str:
+def _nothing_fits(space: _Space, limits: Limits, unused: list[str], least: list[Tried[Candidate]]) -> str:
     """The least memory that would do, with each further tier, beside what there is; then what to do."""
     hardware, world = space.job.hardware, space.job.world
     alone, *further = (_needed(limits, each) for each in least)
@@ -367,7 +331,7 @@ def _nothing_fits(space: _Space, limits: Limits, tiers: list[Tier], least: list[
         for each, needed in zip(least[1:], further, strict=True)
     ]
     lines.append("Use more ranks, hardware with more memory, or a smaller batch or model.")
-    if unused := [tier.value for tier in Tier if tier not in tiers and _has(space.job.hardware, tier)]:
+    if unused:
         lines.append(f"Of {' and '.join(unused)} 0 bytes may be used: allow more.")
     if space.job.batched() == (None,):
         lines.append("To try smaller micro-batches, give step the parameters micro_batch and accumulation with defaults.")

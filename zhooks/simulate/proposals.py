@@ -1,7 +1,4 @@
-"""What ``find_policy`` returns: the best policies with what they take and hold, what binds them, and what did not fit.
-
-``zprof plan`` prints it and writes the policy.  Plain values and their text; it computes nothing but ratios.
-"""
+"""What ``find_policy`` returns: the best policies with what they take and hold, what binds them, and what did not fit."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ from offload.policy import Policy, Table, written
 from offload.text import as_dollars, as_size, toml_value
 from offload.tier import Tier
 from zhooks.simulate.axes import Candidate
-from zhooks.simulate.best_first import Limits, Memory, Ranking, Tried
+from zhooks.simulate.best_first import Limits, Memory, Ranking
+from zhooks.simulate.measure import RESOURCES
 from zhooks.simulate.run import Simulation, lasting
-from zhooks.simulate.watch import RESOURCES
 
 __all__ = ["Bandwidth", "Proposal", "Proposals", "folded"]
 
@@ -161,7 +158,8 @@ class Proposals:
         yield from folded([*self._table(), *self.reasons()])
 
     def _table(self) -> Iterator[str]:
-        tiers = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in self._limits() if nbytes)
+        there = [(name, limit) for name, _, limit in self.limits.needs(Memory(0, 0, 0))]
+        tiers = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in there if nbytes)
         yield f"{self.hardware} x {self.world}, {self.numel:,} parameters; a rank may hold: {tiers} (predicted, not measured)"
         yield f"{'':>3} {'step':>12} {'device':>10} {'host':>10} {'disk':>10} {'price':>15}  longest"
         for number, each in enumerate(self.best, 1):
@@ -188,30 +186,20 @@ class Proposals:
                 f"{each.needed / 1e9:,.1f} GB/s, has {each.found / 1e9:,.1f} GB/s: {enough}"
             )
         quicker = [each for each in self.ranking.unfit if each.seconds < best.simulation.step_s]
-        for tried in self._shown(quicker):
+        # What was simulated says more than what a bound excluded.
+        for tried in sorted(quicker, key=lambda each: not each.simulated)[:_SHOWN]:
             at = lasting(tried.seconds) if tried.simulated else f"at least {lasting(tried.seconds)}"
             yield f"does not fit: {tried.candidate} ({at}): {tried.why}"
         if len(quicker) > _SHOWN:
             yield f"  and {len(quicker) - _SHOWN} more that would be quicker"
         yield from (f"not searched: {note}" for note in self.notes)
-        yield self._searched()
-
-    def _shown(self, quicker: list[Tried[Candidate]]) -> list[Tried[Candidate]]:
-        # What was simulated says more than what a bound excluded.
-        return sorted(quicker, key=lambda each: not each.simulated)[:_SHOWN]
-
-    def _searched(self) -> str:
         ranking = self.ranking
         stopped = ", and was stopped before its end" if ranking.stopped else ""
-        said = f"searched {self.candidates} policies by bounds, {ranking.simulations} by simulation{stopped}"
-        if not ranking.untried:
-            return f"{said}; no other is quicker than the first by its bound"
-        more = f"whether {len(ranking.untried)} more fit is not known"
-        return f"{said}; {more}; they could be quicker by at most {ranking.gap:.1%}"
-
-    def _limits(self) -> list[tuple[str, int]]:
-        named = [(tier.value, int(getattr(self.limits, tier.value))) for tier in Tier]
-        return [("device and host", self.limits.host), *named[2:]] if self.limits.one_memory else named
+        others = "no other is quicker than the first by its bound"
+        if ranking.untried:
+            unknown = f"whether {len(ranking.untried)} more fit is not known"
+            others = f"{unknown}; they could be quicker by at most {ranking.gap:.1%}"
+        yield f"searched {self.candidates} policies by bounds, {ranking.simulations} by simulation{stopped}; {others}"
 
     def policy_text(self, number: int = 0) -> str:
         """Return policy ``number`` of ``best`` as the text of a TOML file that loads as an equal policy.

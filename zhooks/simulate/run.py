@@ -2,7 +2,8 @@
 
 The model is built and attached on the virtual device, under a process group on paper, and steps as it would:
 the planner, the hooks, the schedule, the tiers and the streams are those of a real run.  Every other rank is taken to be what
-this one is, but for those of other stages of a pipeline, of which one each is simulated beside it (``stages.py``).
+this one is, but for those of other stages of a pipeline, of which one each is simulated beside it: they run as torch's
+schedules have them, taking turns where one waits for another's messages.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -25,23 +28,17 @@ from offload.events import state_all
 from offload.hardware import Hardware
 from offload.policy import Policy
 from offload.text import as_dollars, as_duration, as_size
-from offload.virtual import ACCELERATOR, HOST, Machine, Race, Races
+from offload.virtual import ACCELERATOR, HOST, Machine, Race, Races, Turns
 from zhooks.attach import Attachment, attach
 from zhooks.compiled import kernels_refused
 from zhooks.session import abandon
 from zhooks.simulate.arrangement import Arrangement, built, is_count
-from zhooks.simulate.calls import program_calls
-from zhooks.simulate.costs import HardwareCosts
-from zhooks.simulate.measure import Holders, Peak, covered
-from zhooks.simulate.reserved import Allocations, Reserved
-from zhooks.simulate.slowdown import Pace, Slowdown, slowest
-from zhooks.simulate.stages import pipeline
-from zhooks.simulate.virtual_group import ranks_on_paper
+from zhooks.simulate.costs import HardwareCosts, Slowdown, program_calls, slowest
+from zhooks.simulate.measure import Allocations, Holders, Peak, Reserved, covered
+from zhooks.simulate.virtual_group import check_no_group, join_on_paper, ranks_on_paper
+from zhooks.simulate.virtual_stages import stages_on_paper
 
 __all__ = ["Simulation", "lasting", "simulate"]
-
-#: FLOPs, bytes over the link, bytes over the network, so far.
-Counts = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,28 +213,40 @@ def simulate(
         raise SimulationError(
             f"simulate expected at least one step of one rank, found steps = {steps!r} and world = {world!r}."
         )
-    _check_default_device()
+    found = torch.get_default_device()
+    if found.type != "cpu":
+        # What attaching keeps on the real host would be made there, too.
+        raise SimulationError(
+            f'simulate expected the CPU as torch\'s default device, found "{found}". Call it outside of torch.device(...), or '
+            'after torch.set_default_device(None); the step makes its inputs with device="virtual".'
+        )
     arrangement = Arrangement.of(mesh, world)
     pace = slowest(slow, world)
-    job = Job(build, step, policy, arrangement, steps, check_races, follow, settings)
+    job = _Asked(build, step, policy, arrangement, steps, check_races, follow, settings)
     if arrangement.stages > 1:
         if pace is not None:
             raise SimulationError(
                 "simulate expected no slow ranks on a mesh with pp, because their stage decides who waits; found some. Leave "
                 "slow out, or the pp axis."
             )
-        return pipeline(job, profile, run_rank)
+        return _pipeline(job, profile)
     alike = None
     if pace is not None:
         alike = simulate(build, step, world=world, mesh=mesh, hardware=profile, policy=policy, steps=steps, check_races=False)
     costs = HardwareCosts(profile, world, pace)
     with Machine(costs).on() as machine, ranks_on_paper(world, meshed=bool(arrangement.sizes)):
-        result = run_rank(job, machine, costs, lambda: None)
-    return result if pace is None or alike is None else _beside(result, alike, pace, costs)
+        result = _run_rank(job, machine, costs)
+    if pace is None or alike is None:
+        return result
+    # The slowest rank's step, what the others wait, and the energy of both kinds.
+    compute = pace.slow * result.compute_s + (world - pace.slow) * alike.compute_s
+    busy = min(1.0, compute / (world * result.step_s)) if result.step_s else 0.0
+    joules = costs.model.step(result.step_s, busy, world).joules
+    return replace(result, rank=pace.rank, waiting_s=result.step_s - alike.step_s, joules=joules)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class _Asked:
     """What ``simulate`` was asked for, checked; ``settings`` are the allocator's."""
 
     build: Callable[..., Any]
@@ -250,14 +259,9 @@ class Job:
     settings: Settings | None
 
 
-def _loop_over_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """What torch chooses on a CPU, where it can choose; of other devices it takes all parameters at once."""
-    for options in (optimizer.defaults, *optimizer.param_groups):
-        if "foreach" in options and options["foreach"] is None:
-            options["foreach"] = False
-
-
-def run_rank(job: Job, machine: Machine, costs: HardwareCosts, begins: Callable[[], None]) -> Simulation:
+def _run_rank(
+    job: _Asked, machine: Machine, costs: HardwareCosts, begins: Callable[[], None] = lambda: None
+) -> Simulation:
     """Build, attach and step as one rank, on its machine; ``begins`` is called before each step."""
     holders, races = Holders(), Races()
     with ExitStack() as following:
@@ -269,9 +273,11 @@ def run_rank(job: Job, machine: Machine, costs: HardwareCosts, begins: Callable[
             following.enter_context(job.follow(machine))
         axes = job.arrangement.mesh()
         made = built(job.build, job.arrangement, axes)
-        if not machine.accelerated:
-            for optimizer in made.optimizers:
-                _loop_over_parameters(optimizer)
+        for optimizer in made.optimizers if not machine.accelerated else ():
+            for options in (optimizer.defaults, *optimizer.param_groups):
+                # What torch chooses on a CPU, where it can choose; of other devices it takes all parameters at once.
+                if "foreach" in options and options["foreach"] is None:
+                    options["foreach"] = False
         attachments: list[Attachment] = []
         try:
             for model in made.models:
@@ -285,11 +291,15 @@ def run_rank(job: Job, machine: Machine, costs: HardwareCosts, begins: Callable[
                     # The states that the last step has made are seen by nobody else.
                     state_all()
                     holders.reset()
-                    begin, before, operations = machine.now, _counted(costs), costs.operations
+                    begin, before, operations = machine.now, costs.counted(), costs.operations
                     with program_calls(machine), kernels_refused():
                         job.step(*made.given)
                     if costs.operations == operations:
-                        raise _nothing_ran(number, job.steps)
+                        raise SimulationError(
+                            "simulate expected that each call of step trains on tensors of device \"virtual\", found that "
+                            f"call {number} of {job.steps} ran nothing on the device. Run forward, backward and "
+                            "optimizer.step() in every call; an exhausted iterator of batches ends a loop silently."
+                        )
                     issued = machine.now - begin
                     machine.current.synchronize()
             following.close()
@@ -321,11 +331,12 @@ def run_rank(job: Job, machine: Machine, costs: HardwareCosts, begins: Callable[
 
 
 def _result(
-    machine: Machine, costs: HardwareCosts, holders: Holders, world: int, begin: float, issued: float, before: Counts
-) -> Simulation:
+    machine: Machine, costs: HardwareCosts, holders: Holders, world: int, begin: float, issued: float,
+    before: tuple[float, float, float],
+) -> Simulation:  # fmt: skip
     profile, seconds = costs.hardware, machine.now - begin
     compute = holders.on("compute") if costs.accelerated else holders.on("host")
-    flops, link, network = (now - then for now, then in zip(_counted(costs), before, strict=True))
+    flops, link, network = (now - then for now, then in zip(costs.counted(), before, strict=True))
     peak = max(rate for rate in (profile.peak.bf16, profile.peak.fp16, profile.peak.fp32) if rate)
     cost = costs.model.step(seconds, min(1.0, covered(compute) / seconds) if seconds else 0.0, world)
     return Simulation(
@@ -349,31 +360,62 @@ def _result(
     )
 
 
-def _nothing_ran(number: int, steps: int) -> SimulationError:
-    return SimulationError(
-        f"simulate expected that each call of step trains on tensors of device \"virtual\", found that call {number} of "
-        f"{steps} ran nothing on the device. Run forward, backward and optimizer.step() in every call; an exhausted iterator "
-        "of batches ends a loop silently."
+def _pipeline(job: _Asked, hardware: Hardware) -> Simulation:
+    """Simulate one rank of each stage, and sum them up."""
+    check_no_group()
+    arrangement = job.arrangement
+    places, world = range(arrangement.stages), arrangement.world
+    costs = [HardwareCosts(hardware, world) for _ in places]
+    machines = [Machine(each) for each in costs]
+    ranks = [arrangement.first_of(place) for place in places]
+    with stages_on_paper(ranks, arrangement.stage_of) as stages:
+
+        def program(place: int) -> Simulation:
+            join_on_paper(ranks[place], world)
+            waited = 0.0
+
+            def begins() -> None:
+                nonlocal waited
+                stages.together()
+                waited = stages.waited[place]
+
+            found = _run_rank(job, machines[place], costs[place], begins)
+            return replace(found, rank=ranks[place], bubble_s=stages.waited[place] - waited)
+
+        turns = Turns(machines, [partial(program, place) for place in places], stages.begin, lambda place: f"stage {place}")
+        stages.turns = turns
+        found = turns.run()
+    return _together(found, costs[0])
+
+
+def _together(found: Sequence[Simulation], costs: HardwareCosts) -> Simulation:
+    """The step takes what it takes the stage that is the last to end; the others wait for it."""
+    seconds, each_world = max(one.step_s for one in found), found[0].world // len(found)
+
+    def of_whole(one: Simulation) -> Simulation:
+        share = one.step_s / seconds if seconds else 1.0
+        cost = costs.model.step(seconds, min(1.0, one.compute_s / seconds) if seconds else 0.0, each_world)
+        return replace(
+            one, step_s=seconds, bubble_s=one.bubble_s + seconds - one.step_s, mfu=one.mfu * share, joules=cost.joules,
+            price=cost.price,
+        )  # fmt: skip
+
+    every = tuple(of_whole(one) for one in found)
+    largest = max(every, key=lambda one: one.device.nbytes)
+    return replace(
+        largest,
+        compute_s=fmean(one.compute_s for one in every),
+        exposed_s=fmean(one.exposed_s for one in every),
+        bubble_s=fmean(one.bubble_s for one in every),
+        host_s=max(one.host_s for one in every),
+        host=max((one.host for one in every), key=lambda peak: peak.nbytes),
+        flops=round(fmean(one.flops for one in every)),
+        link_nbytes=fmean(one.link_nbytes for one in every),
+        network_nbytes=fmean(one.network_nbytes for one in every),
+        mfu=fmean(one.mfu for one in every),
+        joules=None if any(one.joules is None for one in every) else sum(one.joules or 0.0 for one in every),
+        price=None if any(one.price is None for one in every) else sum(one.price or 0.0 for one in every),
+        races=tuple(race for one in every for race in one.races),
+        reserved=max((one.reserved for one in every if one.reserved is not None), key=lambda one: one.nbytes, default=None),
+        stages=every,
     )
-
-
-def _beside(found: Simulation, alike: Simulation, pace: Pace, costs: HardwareCosts) -> Simulation:
-    """The slowest rank's step, what the others wait, and the energy of both kinds."""
-    compute = pace.slow * found.compute_s + (found.world - pace.slow) * alike.compute_s
-    busy = min(1.0, compute / (found.world * found.step_s)) if found.step_s else 0.0
-    joules = costs.model.step(found.step_s, busy, found.world).joules
-    return replace(found, rank=pace.rank, waiting_s=found.step_s - alike.step_s, joules=joules)
-
-
-def _counted(costs: HardwareCosts) -> Counts:
-    return float(costs.flops), costs.link_nbytes, costs.network_nbytes
-
-
-def _check_default_device() -> None:
-    """What attaching keeps on the real host would be made there, too."""
-    found = torch.get_default_device()
-    if found.type != "cpu":
-        raise SimulationError(
-            f'simulate expected the CPU as torch\'s default device, found "{found}". Call it outside of torch.device(...), or '
-            'after torch.set_default_device(None); the step makes its inputs with device="virtual".'
-        )

@@ -1,8 +1,8 @@
-"""The process group of the virtual device: torch's own collectives, which DTensors and users start, take time and order memory.
+"""Collectives on paper: those of zhooks on an axis, and torch's own, which DTensors and users start.
 
-``simulation/`` makes one of any number of ranks, of which this process is one and all others are what it is, but for those of
-other stages of a pipeline (``virtual_stages.py``).  Nothing moves; tensors of the real host get what ranks alike would give
-them (``alike.py``).
+This process is one of any number of ranks, and all others are what it is, but for those of other stages of a pipeline
+(``virtual_stages.py``).  Nothing moves: the machine is told how long each call takes and what memory it uses, on a stream for
+each channel or group as NCCL has one.  Tensors of the real host get what ranks alike would give them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from torch import Tensor
 
 from offload.device import VirtualWork
 from offload.errors import SimulationError
-from offload.virtual import NAME, access, running
-from zhooks.simulate.alike import combined, gathered, reduced, scattered
-from zhooks.simulate.virtual_stages import Message, channel_of
+from offload.text import counted
+from offload.virtual import NAME, Happening, Machine, Moment, access, running
+from offload.work import DONE, Work
+from zhooks.comm import CHANNELS, CONTROL, Call, Nbytes, Opening, Transport, TwoSteps
+from zhooks.layout import Axis, Layout
+from zhooks.simulate.virtual_stages import Channel, Message, channel_of
 
-__all__ = ["BACKEND", "check_no_group", "join_on_paper", "ranks_on_paper"]
+__all__ = ["BACKEND", "VirtualTransport", "check_no_group", "join_on_paper", "on_paper", "ranks_on_paper"]
 
 BACKEND = "virtual"
 #: Collectives whose results on tensors of the real host are known where stages say different things.
@@ -30,6 +33,118 @@ _VALUES = ("all_reduce", "reduce", "broadcast", "all_gather")
 _C10d: Any = torch._C._distributed_c10d
 #: Its methods are declared with more ways to be called than torch has for them.
 _Group: Any = dist.ProcessGroup
+_Op = dist.ReduceOp
+#: What combines the values of stages, which differ.
+_COMBINE: tuple[tuple[Any, Callable[[Tensor], Tensor]], ...] = (
+    (_Op.SUM, lambda rows: rows.sum(0)),
+    (_Op.AVG, lambda rows: rows.sum(0) / len(rows)),
+    (_Op.MAX, lambda rows: rows.amax(0)),
+    (_Op.MIN, lambda rows: rows.amin(0)),
+)
+_LANES = {0: "gather", 1: "reduce", CONTROL: "control"}
+
+
+def _started(
+    kind: str, ranks: Sequence[int], nbytes: int, lane: str, what: str, channel: Channel | None, reads: Sequence[Tensor],
+    writes: Sequence[Tensor],
+) -> _Collective:  # fmt: skip
+    """Start a collective on the stream ``lane`` (a CPU's host), after what the current one has been given."""
+    machine = running()
+    stream = machine.side(lane) if machine.costs.accelerated else machine.host
+    machine.order(stream, machine.current)
+    if channel is not None:
+        channel.meet(kind, stream)
+    accesses = [access(tensor, writes=False) for tensor in reads if tensor.numel()]
+    accesses += [access(tensor, writes=True) for tensor in writes if tensor.numel()]
+    happening = machine.communicate(kind, ranks, nbytes, stream, what, accesses)
+    return _Collective(machine, machine.moment(stream), happening, (*reads, *writes))
+
+
+class _Collective(VirtualWork):
+    """Its tensors are kept until the caller's stream comes after it, as torch's NCCL group does."""
+
+    def __init__(self, machine: Machine, moment: Moment, happening: Happening, tensors: Sequence[Tensor]) -> None:
+        super().__init__(machine, moment, happening=happening)
+        self._kept = tensors
+
+    def wait(self) -> None:
+        super().wait()
+        self._kept = ()
+
+
+class VirtualTransport:
+    """The collectives of zhooks on one axis, over a process group of the backend "fake"."""
+
+    name = "virtual"
+    channels = CHANNELS
+    nbytes = 0
+    closed = False
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis, self._machine, self._channel = axis, running(), channel_of(axis.ranks)
+
+    def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
+        return self._start(call, "all_gather", full.nbytes, reads=[shard], writes=[full])
+
+    def reduce_scatter(self, call: Call, full: Tensor, out: Tensor, layout: Layout) -> Work:
+        return self._start(call, "reduce_scatter", full.nbytes, reads=[full], writes=[out])
+
+    def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
+        if not self._machine.accelerated:
+            # Of a CPU's ranks, through shared memory; with memory for a range.
+            return TwoSteps(self, call, full, layout)
+        return self._start(call, "all_reduce", full.nbytes, reads=[], writes=[full])
+
+    def exchange(
+        self, call: Call, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], nbytes: Nbytes
+    ) -> Work:
+        most = max(*(sum(row) for row in nbytes), *(sum(column) for column in zip(*nbytes, strict=True)))
+        reads, writes = ([tensor for each in ends for tensor in each] for ends in (sends, receives))
+        return self._start(call, "all_to_all", most, reads=reads, writes=writes)
+
+    def order(self) -> int:
+        return 0
+
+    def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
+        if tensor.device.type == NAME:
+            self._start(call, "all_reduce", tensor.nbytes, reads=[], writes=[tensor]).wait()
+            return
+        what, host = f"{call.what} {call.key}", self._machine.host
+        every = None if self._channel is None else self._channel.values("all_reduce", [tensor])
+        self._machine.communicate("all_reduce", self.axis.ranks, tensor.nbytes, host, what, [])
+        if every is not None:
+            rows = torch.stack([theirs for (theirs,) in every])
+            tensor.copy_(rows.sum(0) if op == "sum" else rows.amax(0) if op == "max" else rows.amin(0))
+        elif op == "sum":
+            tensor.mul_(self.axis.world)
+
+    def start_all_reduce(self, call: Call, tensor: Tensor, op: str) -> Work:
+        self.all_reduce(call, tensor, op)
+        return DONE
+
+    def broadcast(self, call: Call, tensor: Tensor) -> None:
+        if tensor.device.type == NAME:
+            self._start(call, "broadcast", tensor.nbytes, reads=[], writes=[tensor]).wait()
+        elif self._channel is not None:
+            tensor.copy_(self._channel.values("broadcast", [tensor])[0][0])
+
+    def interrupt(self) -> None:
+        return None
+
+    def renew(self, opened: Transport) -> None:
+        return None
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _start(self, call: Call, kind: str, nbytes: int, *, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Work:
+        lane = f"{_LANES[call.channel]} over {self.axis.name}"
+        return _started(kind, self.axis.ranks, nbytes, lane, f"{call.what} {call.key}", self._channel, reads, writes)
+
+
+def on_paper(opening: Opening) -> VirtualTransport | None:
+    """The transport of an axis of the virtual device; None for any other."""
+    return VirtualTransport(opening.axis) if opening.device.type == NAME else None
 
 
 @contextmanager
@@ -146,13 +261,13 @@ class VirtualGroup(_Group):  # type: ignore[misc]
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], options: Any = None) -> Any:
         made = [tensor for each in outputs for tensor in each]
-        return self._start("all_to_all", inputs, made, partial(gathered, outputs, inputs))
+        return self._start("all_to_all", inputs, made, partial(_gathered_alike, outputs, inputs))
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], options: Any = None) -> Any:
         def fill() -> None:
             for output, each in zip(outputs, inputs, strict=True):
-                scattered([output], each[self.rank()])
-                reduced([output], self.size(), options)
+                _scattered_alike([output], each[self.rank()])
+                _reduced_alike([output], self.size(), options)
 
         return self._start("reduce_scatter", [tensor for each in inputs for tensor in each], outputs, fill)
 
@@ -162,8 +277,8 @@ class VirtualGroup(_Group):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None) -> Any:
         def fill() -> None:
             for output, given in zip(outputs, inputs, strict=True):
-                scattered([output], given.view(self.size(), -1)[self.rank()])
-                reduced([output], self.size(), options)
+                _scattered_alike([output], given.view(self.size(), -1)[self.rank()])
+                _reduced_alike([output], self.size(), options)
 
         return self._start("reduce_scatter", inputs, outputs, fill)
 
@@ -177,20 +292,20 @@ class VirtualGroup(_Group):  # type: ignore[misc]
         def fill() -> None:
             equal = [len(output) // self.size()] * self.size()
             mine = given.split(list(input_sizes) or equal)[self.rank()]
-            scattered(output.split(list(output_sizes) or equal), mine)
+            _scattered_alike(output.split(list(output_sizes) or equal), mine)
 
         return self._start("all_to_all", [given], [output], fill)
 
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None) -> Any:
-        return self._start("all_to_all", inputs, outputs, partial(scattered, outputs, inputs[self.rank()]))
+        return self._start("all_to_all", inputs, outputs, partial(_scattered_alike, outputs, inputs[self.rank()]))
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], options: Any = None) -> Any:
         def fill() -> None:
             # Who is not the root has no inputs.
             for output, each in zip(outputs, inputs, strict=False):
-                scattered([output], each[self.rank()])
+                _scattered_alike([output], each[self.rank()])
 
         return self._start("all_to_all", [tensor for each in inputs for tensor in each], outputs, fill)
 
@@ -209,20 +324,30 @@ class VirtualGroup(_Group):  # type: ignore[misc]
         (tensor,) = tensors
         message = None if self._channel is None else self._channel.message(verb, self._ranks[rank], tag, tensor)
         if message is None:
-            raise _one_stage()
+            raise SimulationError(
+                "simulate expected collectives, found a send or a receive between two ranks, whose time depends on what the "
+                "other one does; within a stage, all ranks are assumed to do what this one does. Send only between stages of "
+                'a pipeline, over mesh["pp"].'
+            )
         return _Started(message, tensors)
 
     # Values of the real host.
 
     def _reduced(self, tensors: Sequence[Tensor], options: Any) -> None:
         if self._channel is None:
-            reduced(tensors, self.size(), options)
-        else:
-            combined(tensors, self._channel.values("all_reduce", tensors), options)
+            _reduced_alike(tensors, self.size(), options)
+            return
+        op = _Op.SUM if options is None else options.reduceOp
+        combine = next((combine for known, combine in _COMBINE if op == known), None)
+        if combine is None:
+            raise SimulationError(f"simulate expected a sum, mean, maximum or minimum over stages, found {op}.")
+        every = self._channel.values("all_reduce", tensors)
+        for number, tensor in enumerate(tensors):
+            tensor.copy_(combine(torch.stack([theirs[number] for theirs in every])))
 
     def _gathered(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> None:
         if self._channel is None:
-            gathered(outputs, inputs)
+            _gathered_alike(outputs, inputs)
             return
         every = self._channel.values("all_gather", inputs)
         for number, each in enumerate(outputs):
@@ -239,29 +364,22 @@ class VirtualGroup(_Group):  # type: ignore[misc]
                 )
             fill()
             return _Started(None, writes)
-        machine = running()
-        stream = machine.side(f"collectives over {self._label}") if machine.costs.accelerated else machine.host
-        machine.order(stream, machine.current)
-        if self._channel is not None:
-            self._channel.meet(kind, stream)
         nbytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (reads, writes))
-        accesses = [access(tensor, writes=False) for tensor in reads if tensor.numel()]
-        accesses += [access(tensor, writes=True) for tensor in writes if tensor.numel()]
-        machine.communicate(kind, self._ranks, nbytes, stream, f"{kind} over {self._label}", accesses)
-        return _Started(VirtualWork(machine, machine.moment(stream)), writes, reads)
+        lane = f"collectives over {self._label}"
+        work = _started(kind, self._ranks, nbytes, lane, f"{kind} over {self._label}", self._channel, reads, writes)
+        return _Started(work, writes)
 
 
 class _Started(_C10d.Work):  # type: ignore[misc]
-    """What torch waits for; its tensors are kept until then."""
+    """What torch waits for."""
 
-    def __init__(self, work: VirtualWork | Message | None, made: Sequence[Tensor], reads: Sequence[Tensor] = ()) -> None:
+    def __init__(self, work: VirtualWork | Message | None, made: Sequence[Tensor]) -> None:
         super().__init__()
-        self._work, self._made, self._kept = work, list(made), (*made, *reads)
+        self._work, self._made = work, list(made)
 
     def wait(self, timeout: Any = None) -> bool:
         if self._work is not None:
             self._work.wait()
-        self._kept = ()
         return True
 
     def is_completed(self) -> bool:
@@ -273,10 +391,31 @@ class _Started(_C10d.Work):  # type: ignore[misc]
         return future
 
 
-def _one_stage() -> SimulationError:
-    return SimulationError(
-        "simulate expected collectives, found a send or a receive between two ranks, whose time depends on what the other one "
-        "does; within a stage, all ranks are assumed to do what this one does. Send only between stages of a pipeline, over "
-        "mesh[\"pp\"]."
-    )
+# What collectives give on tensors of the real host where every rank has what this one has.
 
+
+def _reduced_alike(tensors: Sequence[Tensor], ranks: int, options: Any) -> None:
+    """Each tensor combined with as many like it, in place."""
+    op = _Op.SUM if options is None else options.reduceOp
+    if not any(op == known for known in (_Op.SUM, _Op.PRODUCT, _Op.AVG, _Op.MAX, _Op.MIN, _Op.BAND, _Op.BOR)):
+        raise SimulationError(f"simulate expected a sum, product, mean, maximum or minimum over ranks, found {op}.")
+    for tensor in tensors:
+        if op == _Op.SUM:
+            tensor.mul_(ranks)
+        elif op == _Op.PRODUCT:
+            tensor.pow_(ranks)
+
+
+def _gathered_alike(outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> None:
+    """Of each input one output a rank."""
+    for each, given in zip(outputs, inputs, strict=True):
+        for output in each:
+            output.copy_(given.view_as(output))
+
+
+def _scattered_alike(outputs: Sequence[Tensor], given: Tensor) -> None:
+    """What each rank has sent to the first one, which this is: the same from all."""
+    if any(output.numel() != given.numel() for output in outputs):
+        sizes, wanted = [output.numel() for output in outputs], counted(given.numel(), "element")
+        raise SimulationError(f"simulate expected {wanted} from every rank, as all send the same; found {sizes}.")
+    _gathered_alike([outputs], [given])

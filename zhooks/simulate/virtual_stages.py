@@ -1,7 +1,6 @@
 """What stages of a pipeline on paper do to each other: messages, and collectives that several stages are in.
 
-``virtual_group.py`` and ``virtual.py`` ask for a `Channel` where ranks of other stages are in a group; ``simulate/stages.py``
-has one rank of each stage take turns.  Nothing of the virtual device is moved; tensors of the real host are.
+Nothing of the virtual device is moved; tensors of the real host are.
 
 Note: [Messages]
     As NCCL has it, a message begins when both its ends have been issued and the streams that issued them have come so far, and
@@ -47,7 +46,7 @@ class _End:
 
 @dataclass(eq=False, slots=True)
 class _Transfer:
-    """Both ends of a message once they have been issued, and when it begins and ends."""
+    """Both ends of a message once they have been issued ("send" and "receive"), and when it begins and ends."""
 
     ends: dict[str, _End] = field(default_factory=dict)
     begin: float = 0.0
@@ -126,7 +125,7 @@ class Stages:
         on_device = tensor.device.type == NAME
         if on_device:
             machine.order(stream, current)
-            self._note(machine, stream, f"{verb} issued", issued, issued, tensor, verb)
+            _note(machine, stream, f"{verb} issued", issued, issued, tensor, verb)
         # As a small message of the host's is, what is sent is copied and not waited for.
         kept = tensor if on_device or verb == "receive" else tensor.clone()
         end = _End(machine, place, kept, tensor.nbytes, on_device, issued, stream, machine.moment(stream))
@@ -157,30 +156,6 @@ class Stages:
         transfer.begin = max(send.issued, receive.issued, self._free[source, out])
         transfer.end = self._free[source, out] = transfer.begin + seconds
 
-    def _note(self, machine: Machine, stream: Stream, what: str, begin: float, end: float, tensor: Tensor, verb: str) -> None:
-        """Tell who listens: of its memory when it is issued, of its time when that is known."""
-        accesses = (access(tensor, writes=verb == "receive"),) if tensor.numel() and begin == end else ()
-        happening = Happening(what, stream, begin, end, tensor.nbytes if end > begin else 0, accesses)
-        for listener in machine.listeners:
-            listener.happened(happening)
-
-    def arrive(self, transfer: _Transfer, verb: str, source: int, out: int) -> None:
-        """The current stream (a CPU's host) goes on when the message is over."""
-        end = transfer.ends[verb]
-        if not end.on_device and verb == "send":
-            return
-        self.until(lambda: transfer.complete, f"rank {out if verb == 'send' else source} to {_OTHER[verb]} a message")
-        machine, current, tensor, end.tensor = end.machine, end.machine.current, end.tensor, None
-        if not end.on_device:
-            machine.pass_to(transfer.end)
-            return
-        assert tensor is not None
-        ready = machine.now if current is machine.host else max(machine.now, current.ready)
-        self.waited[end.place] += max(0.0, transfer.begin - ready)
-        self._note(machine, end.stream, f"{verb} over pp", transfer.begin, transfer.end, tensor, verb)
-        end.moment.time = transfer.end
-        VirtualWork(machine, end.moment).wait()
-
     def close(self) -> None:
         """No rank is there any more."""
         for place, world in enumerate(self._worlds):
@@ -189,7 +164,12 @@ class Stages:
                 dist.destroy_process_group()
 
 
-_OTHER = {"send": "receive", "receive": "send"}
+def _note(machine: Machine, stream: Stream, what: str, begin: float, end: float, tensor: Tensor, verb: str) -> None:
+    """Tell who listens: of its memory when it is issued, of its time when that is known."""
+    accesses = (access(tensor, writes=verb == "receive"),) if tensor.numel() and begin == end else ()
+    happening = Happening(what, stream, begin, end, tensor.nbytes if end > begin else 0, accesses)
+    for listener in machine.listeners:
+        listener.happened(happening)
 
 
 def _said(end: _End) -> str:
@@ -204,9 +184,25 @@ class Message:
         self._transfer: _Transfer | None = transfer
 
     def wait(self) -> None:
-        if self._transfer is not None:
-            self._stages.arrive(self._transfer, self._verb, self._source, self._out)
-            self._transfer = None
+        """The current stream (a CPU's host) goes on when the message is over."""
+        transfer, verb, stages = self._transfer, self._verb, self._stages
+        if transfer is None:
+            return
+        end = transfer.ends[verb]
+        if end.on_device or verb == "receive":
+            other = f"rank {self._out} to receive" if verb == "send" else f"rank {self._source} to send"
+            stages.until(lambda: transfer.complete, f"{other} a message")
+            machine, current, tensor, end.tensor = end.machine, end.machine.current, end.tensor, None
+            if not end.on_device:
+                machine.pass_to(transfer.end)
+            else:
+                assert tensor is not None
+                ready = machine.now if current is machine.host else max(machine.now, current.ready)
+                stages.waited[end.place] += max(0.0, transfer.begin - ready)
+                _note(machine, end.stream, f"{verb} over pp", transfer.begin, transfer.end, tensor, verb)
+                end.moment.time = transfer.end
+                VirtualWork(machine, end.moment).wait()
+        self._transfer = None
 
     def done(self) -> bool:
         transfer = self._transfer

@@ -27,7 +27,7 @@ from offload.pages import aligned
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Memory that a pool shall keep, as ``plan/arena.py`` counts it.
+    """Memory that a pool shall keep, as ``plan/budget.py`` counts it.
 
     Attributes:
         regions: bytes of an arena by use; empty where the policy has none.

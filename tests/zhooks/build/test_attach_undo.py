@@ -23,11 +23,11 @@ from tests.support.on_ranks import hooks_left, on_ranks, place
 
 #: What attach calls once ranks are connected, in the order of the calls; of methods the class is named.
 LATER = (
-    "zhooks.plan.plan.check_same_model",
+    "zhooks.plan.plan.find_units",
     "zhooks.plan.layouts.flat_layout",
     "zhooks.plan.plan.device_headroom",
     "zhooks.plan.plan.chart",
-    "zhooks.build.tiers.open_store",
+    "zhooks.build.tiers.preflight",
     "zhooks.unit.buffer_pool.Pool.keep",
     "zhooks.run.runtime.Members",
     "zhooks.run.runtime.Scaling",

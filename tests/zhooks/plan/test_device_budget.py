@@ -16,8 +16,7 @@ import zhooks
 from offload.events import Event
 from tests.support.inside import plans_of, runtime_of
 from tests.support.on_ranks import hooks_left, on_ranks, place
-from zhooks.plan.device_budget import device_floor, gathered_nbytes
-from zhooks.plan.state_sizes import state_nbytes
+from zhooks.plan.budget import device_floor, gathered_nbytes, state_nbytes
 
 WIDTH = 64
 

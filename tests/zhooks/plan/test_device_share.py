@@ -19,9 +19,8 @@ from tests.support.inside import plans_of
 from tests.support.on_ranks import on_ranks
 from zhooks.layout import Group, Table, UnitPlan
 from zhooks.plan import Layouts
-from zhooks.plan.device_budget import device_floor
+from zhooks.plan.budget import device_floor, state_nbytes
 from zhooks.plan.layouts import Bound
-from zhooks.plan.state_sizes import state_nbytes
 
 CPU = torch.device("cpu")
 HOST = {"tier": "host"}

@@ -18,8 +18,8 @@ from offload.tier import Tier
 from tests.support.on_ranks import on_ranks
 from zhooks.layout import Group, Keeps, Table, UnitPlan
 from zhooks.plan import Layouts
+from zhooks.plan.budget import needs
 from zhooks.plan.layouts import Bound
-from zhooks.plan.tiers import needs
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ import zhooks
 from offload.tier import Tier
 from tests.support.on_ranks import hooks_left, on_ranks
 from zhooks.comm import open_comm
-from zhooks.plan import Plan, look, read
+from zhooks.plan import Plan, make, read
 
 
 def net() -> nn.Sequential:
@@ -28,7 +28,7 @@ def planned(model: nn.Module, policy: dict[str, Any], optimizer: torch.optim.Opt
     request = read(model, optimizer, policy, None, None, True)
     comm = open_comm(request.mesh, request.policy, request.device, request.facts)
     try:
-        return look(request, comm)
+        return make(request, comm)
     finally:
         comm.close()
 

@@ -32,7 +32,7 @@ from tests.support.pipelines import (
 )
 from tests.support.slow import slow
 from tests.support.torches import not_with_2_8
-from zhooks.plan.device_budget import device_floor
+from zhooks.plan.budget import device_floor
 
 # Each has several micro-batches, and a change of momentum shows from the second on.
 STEPS = 4

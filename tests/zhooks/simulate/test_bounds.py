@@ -9,8 +9,7 @@ from offload.hardware import Hardware
 from offload.policy import Policy
 from zhooks.layout import Ignored
 from zhooks.simulate.axes import Batch, Candidate
-from zhooks.simulate.bounds import Bounds
-from zhooks.simulate.needs import Needs
+from zhooks.simulate.bounds import Bounds, Needs
 from zhooks.tensor import ShardedTensor
 
 

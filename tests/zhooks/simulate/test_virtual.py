@@ -8,7 +8,7 @@ from offload.virtual import Races
 from tests.support.virtual import machine, on_virtual
 from zhooks.comm import CONTROL, GATHER, REDUCE, Call, even
 from zhooks.layout import Axis
-from zhooks.simulate.virtual import VirtualTransport
+from zhooks.simulate.virtual_group import VirtualTransport
 
 
 def transport(world: int) -> VirtualTransport:

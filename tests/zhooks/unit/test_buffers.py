@@ -26,7 +26,7 @@ from tests.support.values import grad_of, sharded
 from zhooks.comm import chunks_of, in_order, norms_of_runs, read
 from zhooks.comm.control import COLLECT_NBYTES
 from zhooks.layout import flat_layout
-from zhooks.report.memory_buffers import buffers
+from zhooks.report.memory import buffers_of
 
 SMALL = 4096
 BF16 = {"precision": {"param": "bf16"}}
@@ -269,7 +269,7 @@ def measured(depth: int, width: int, **policy: Any) -> dict[str, int]:
         attachment.save_full(Path(box[0]) / "full.safetensors")
         attachment.save(Path(box[0]) / "run", optimizer)
     peaks["save"] = census.peak
-    bounds = buffers(flats_of(attachment), runtime_of(attachment).reducer, comm_of(attachment))
+    bounds = buffers_of(flats_of(attachment), runtime_of(attachment).reducer, comm_of(attachment))
     rings = bounds["message rings"].most
     assert peaks["step"] <= sum(kind.most for kind in bounds.values()) - rings + BOUND, (peaks, bounds)
     assert all(kind.now <= kind.most for kind in bounds.values())

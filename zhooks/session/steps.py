@@ -1,29 +1,36 @@
-"""``[budget]`` at the first steps of optimizers, which show what they will keep.
+"""The steps of a session's optimizers: ``[budget]`` at first ones, and what makes them over tiers or of whole parameters.
 
-Before such a step, and before the first after an optimizer was given more, the budgets of all tiers are held against its
-states. Where states cannot be foreseen (`plan/state_sizes.py`) the device's is held against them after that step.
+Before a first step, and before the first after an optimizer was given more, the budgets of all tiers are held against its
+states.  Where states cannot be foreseen (Note [States ahead] in ``plan/budget.py``) the device's is held against them after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 
 from torch.optim import Optimizer
 
 from offload.policy import Policy
+from offload.tier import Tier
 from zhooks.comm import Comm
 from zhooks.grad import in_backward
-from zhooks.layout import UnitPlan
-from zhooks.optim import Step
-from zhooks.plan import Headroom, check_states, device_headroom, headroom_within, ignored_here, states_bounds
+from zhooks.layout import UnitPlan, flats_of
+from zhooks.optim import Arguments, Overlap, Step, Stepper, Updater, Whole, choices_of, open_worker, with_owners
+from zhooks.plan import STAGED_NBYTES, Headroom, check_states, device_headroom, headroom_within, ignored_here
+from zhooks.session.plug_in import needed
+from zhooks.unit import Flat
 
 if TYPE_CHECKING:
     from zhooks.session.session import Session
+    from zhooks.whole import WholeUpdater
 
-__all__ = ["Budgets", "admit_change", "admit_layout", "admit_step", "count_step"]
+__all__ = [
+    "Budgets", "admit_change", "admit_layout", "admit_step", "adopt_states", "count_step", "open_stepper", "whole_updater",
+]  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +77,7 @@ def admit_step(session: Session, step: Step) -> None:
         if optimizer not in headroom.foreseen:
             budgets.unforeseen.add(optimizer)
         budgets.on_device[optimizer] = groups
-    bounds = states_bounds(session.tiers.limits)
+    bounds = {tier: limit for tier in (Tier.HOST, Tier.DISK) if (limit := session.tiers.limits.get(tier)) is not None}
     if bounds and budgets.on_tiers.get(optimizer) != groups:
         for tier, limit in bounds.items():
             check_states(session.policy, session.plans(), session.comm, tier, limit, {*budgets.on_tiers, optimizer})
@@ -132,3 +139,54 @@ def _on_device(
     ignored = ignored_here(session.ignored, session.device)
     units = session.plans() if units is None else units
     return headroom_within(limit, session.policy, units, optimizers, session.comm, ignored, after)
+
+
+def open_stepper(session: Session) -> Stepper:
+    """What steps optimizers over the current tiers, by the current policy."""
+    policy, runtime, store, optimizers = session.policy, session.runtime, session.tiers.store, session.optimizers
+    reducer, bus, ahead = runtime.reducer, session.bus, min(session.policy.schedule.prefetch, 1)
+    flats = partial(flats_of, session.units)
+    updater: Updater | None = None
+    overlap: Overlap | None = None
+    if store is not None:
+        # A model that is dropped without detach goes while somebody still holds a block.
+        asked = WeakMethod(runtime.make_room)
+        store.make_room = lambda: (make_room := asked()) is not None and make_room()
+        updater = Updater(store, bus, flats, choice_of=choices_of(policy, session.rounding), ahead=ahead)
+        if policy.optimizer.overlap:
+            axis = session.comm.stage.axis
+            # On a device that computes by itself an update takes none of backward's time.
+            worker = open_worker(store.compute) if policy.optimizer.compute == "host" else None
+            overlap = Overlap(updater, optimizers, worker, rank=axis.ranks[axis.rank])
+    reducer.update_early(overlap)
+    shard = session.comm.shard
+    opened: list[WholeUpdater] = []
+
+    def update_whole(optimizer: Optimizer, updates: Sequence[Whole], arguments: Arguments) -> None:
+        if not opened:
+            updater_of = whole_updater(optimizer)
+            opened.append(updater_of(optimizers.owners, shard, bus, policy.comm.buffer, store, ahead, 2 * STAGED_NBYTES))
+        opened[0].step(optimizer, updates, arguments)
+
+    return Stepper(optimizers.owners, update_whole, updater, flats, runtime.due, overlap)
+
+
+def whole_updater(optimizer: Optimizer) -> type[WholeUpdater]:
+    """What updates whole parameters, as this optimizer asks.
+
+    Raises:
+        CapabilityError: the package is not there.
+    """
+    with needed("whole", f"{type(optimizer).__name__}, which updates whole parameters,"):
+        from zhooks.whole import WholeUpdater
+    return WholeUpdater
+
+
+def adopt_states(session: Session, optimizers: Sequence[Optimizer], flat: Flat) -> None:
+    """States of a flat that were moved or loaded on the device go to their tier."""
+    stepper, store = session.stepper, session.tiers.store
+    if stepper is not None and stepper.updater is not None and store is not None:
+        for optimizer in optimizers:
+            stepper.updater.adopt(optimizer, flat)
+            if any(with_owners(optimizer, flat.params)):
+                whole_updater(optimizer).adopt(store, optimizer, flat)
