@@ -121,7 +121,7 @@ def read(path: Path, kind: Kind) -> Document:
         text = _without_comments(text)
     as_json = suffix == ".json" or text.lstrip().startswith("{")
     bare = _TEXT.sub(_blanked, text)
-    _check_shape(bare, source, kind, dotted=not as_json)
+    _check_shape(text, bare, source, kind, dotted=not as_json)
     try:
         values = _json_values(text, source, kind) if as_json else tomllib.loads(text)
         lines = _json_lines(text) if as_json else _toml_lines(text, bare)
@@ -179,11 +179,11 @@ def _blanked(match: re.Match[str]) -> str:
     return (" " if match[0].startswith("#") else "_") * len(match[0])
 
 
-def _check_shape(bare: str, source: str, kind: Kind, *, dotted: bool) -> None:
+def _check_shape(text: str, bare: str, source: str, kind: Kind, *, dotted: bool) -> None:
     """Refuse what a parser would take time or depth without end for."""
 
     def refuse(at: int, found: str) -> ZhooksError:
-        return kind.error(f"{source}:{bare.count(chr(10), 0, at) + 1}: {found}")
+        return kind.error(f"{source}:{text.count(chr(10), 0, at) + 1}: {found}")
 
     depth = 0
     for match in re.finditer(r"[\[{\]}]", bare):
@@ -217,6 +217,9 @@ def _toml_lines(text: str, bare: str) -> dict[Place, int]:
         if match[0] != "\n" or depth:
             continue
         statement = text[start : match.end()]
+        if not statement.strip():
+            line, start = line + 1, match.end()
+            continue
         header = statement.lstrip().startswith("[")
         append = statement.lstrip().startswith("[[")
         found: Any = tomllib.loads(statement)

@@ -9,6 +9,7 @@ Note: [Who waits for whom]
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -74,7 +75,7 @@ class Outcomes:
     def _leave(self, outcome: _Outcome) -> None:
         # Never seen half written.
         name = _name(self._rank, "outcome")
-        self._folder.create(f"{name}-part", outcome.model_dump_json().encode())
+        self._folder.create(f"{name}-part", json.dumps(outcome.model_dump()).encode())
         self._folder.rename(f"{name}-part", name)
 
     def collect(self) -> list[Record]:

@@ -43,8 +43,7 @@ LIMIT_S = 60.0
 #: Calls that nothing here shows to be missing, by function and text, and why.
 UNSEEN: dict[str, str] = {
     "Reducer.came_to: self._context.adding()": "what is skipped there has no gradient that another stream has written",
-    "WholeUpdater._begin: away.wait()": "for errors, before ranks meet: who sends a value or a gradient waits for it again",
-    "WholeUpdater._computed: coming.work.wait()": "after the error the workload takes no memory that the round still writes",
+    "WholeUpdater._step_shared: coming[1].work.wait()": "after the error nothing takes memory that the round still writes",
     "Lease.arrived: self._lent.wait()": "no workload drops what a thread updates; it waits for that thread, and for no stream",
     "ParamStorage.sent: keep(block.lease.values)": "no schedule tried has the next copy to that memory before the gather",
 }

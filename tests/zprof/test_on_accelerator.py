@@ -64,7 +64,7 @@ def test_a_recording_has_the_streams_copies_and_waits_of_training() -> None:
         trace = Trace.open(path)
         assert trace.device == f"accel:{rank}"
         found = Analysis.of(trace)
-        assert set(found.lanes.values()) == {"compute", "gather", "copy h2d", "copy d2h"}
+        assert set(found.lanes.values()) == {"compute", "gather", "reduce", "copy h2d", "copy d2h"}
         of = found.table.of
         for what in ("copy h2d", "copy d2h"):
             copies = of(what)

@@ -314,6 +314,18 @@ class Writing(Ending):
             self._folder.close()
             raise
         self.total = self._writer.nbytes
+        self._gate, self._cancelled = threading.Event(), False
+        # No daemon: the end of the program waits for it.  It waits until every rank has one.
+        thread = threading.Thread(target=self._run, name="zhooks-save-file", daemon=False)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._writer.abort()
+            self._folder.close()
+            raise CapabilityError(
+                f"Cannot save {shown_path(self.target)}. Expected a writer thread to start, found {error}. Raise ulimit -u, or "
+                "save with wait=True."
+            ) from error
 
     @property
     def here(self) -> bool:
@@ -332,24 +344,22 @@ class Writing(Ending):
             atexit.register(_at_exit)
         _unheard.add(self)
         self._snapshot.hand_over()
-        try:
-            # No daemon: the end of the program waits for it.
-            threading.Thread(target=self._run, name="zhooks-save-file", daemon=False).start()
-        except RuntimeError as error:
-            self._writer.abort()
-            self.error = CapabilityError(
-                f"Cannot save {shown_path(self.target)}. Expected a writer thread to start, found {error}. Raise ulimit -u, or "
-                "save with wait=True."
-            )
-            self._run()
+        self._gate.set()
 
     def cancel(self) -> None:
-        """Some rank is not: nothing is written, and what was begun is gone."""
-        self._writer.abort()
-        self._folder.close()
-        self._snapshot.close()
+        """Some rank is not: nothing is written, and what was begun is gone when this returns."""
+        self._cancelled = True
+        self._gate.set()
+        self.join()
 
     def _run(self) -> None:
+        self._gate.wait()
+        if self._cancelled:
+            self._writer.abort()
+            self._folder.close()
+            self._snapshot.close()
+            self.end()
+            return
         bus, name = self._commit.bus, self.target.name
         bus.begin("save", name)
         try:
@@ -376,8 +386,6 @@ class Writing(Ending):
     def _write(self) -> None:
         """This rank's file, and what became of it for the others."""
         try:
-            if self.error is not None:
-                raise self.error
             record = write_file(self._writer, self._snapshot.tensors, self._commit.bus, self._note)
             self.written = record.nbytes
             self._outcomes.succeeded(record)

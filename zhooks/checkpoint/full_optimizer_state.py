@@ -118,7 +118,10 @@ def packed_state(given: Any, optimizer: Optimizer, flats: Sequence[Flat]) -> Ten
     for index, entry in given["state"].items():
         if not isinstance(index, int) or not 0 <= index < len(order) or not isinstance(entry, dict):
             raise _expected(f"the state of parameter {index!r} of {len(order)}")
-        if isinstance(optimizer.state.get(order[index]), OwnedStates):
+        known = optimizer.state.get(order[index])
+        if isinstance(known, OwnedStates):
+            # Refused here, where every rank hears of it; its bytes are made when their turn comes.
+            Packer("load_state_dict").pack(_taken_apart(entry), known.name)
             owned.append(index)
             continue
         for key, value in entry.items():
@@ -335,6 +338,9 @@ def _taken_apart(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return {_MADE: str(value).removeprefix("torch.")}
     if isinstance(value, dict):
+        if _MADE in value:
+            # Read from a file, it would choose the code that puts it together.
+            raise _expected(f"a dict with the key {_MADE!r}")
         return {key: _taken_apart(item) for key, item in value.items()}
     return type(value)(map(_taken_apart, value)) if type(value) in (list, tuple) else value
 

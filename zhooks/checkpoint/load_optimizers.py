@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from offload.errors import CheckpointError
 from offload.store import Mode
-from offload.text import counted
+from offload.text import counted, shown
 from zhooks.checkpoint.saved_folder import InFlat, Saved, SavedFolder, pour, runs
 from zhooks.checkpoint.shard import SHARDED, RunState, group_names, state_name
 from zhooks.optim import OwnedStates, assign, stand_in_of, step_stand_in, vectors_in
@@ -357,7 +357,10 @@ def _in_flats(saved: Saved, folder: SavedFolder, number: int) -> dict[tuple[Any,
         if name != state_name(flat, which, key, dtype):
             raise ValueError(f"{name[:80]} as the name of a state of {dtype}")
         folder.expect(folder.counterpart, name, dtype, (members[0].flat.shard_numel,))
-        found |= {(key, members[index].name): InFlat(folder, members[index], name) for index in held}
+        new = {(key, members[index].name): InFlat(folder, members[index], name) for index in held}
+        if not found.keys().isdisjoint(new):
+            raise ValueError(f"the state {shown(key)} of {members[0].name} twice")
+        found |= new
     return found
 
 

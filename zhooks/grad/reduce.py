@@ -404,7 +404,18 @@ class Reducer:
         bound = sum(sorted((one.held_nbytes for one in self.gradients.values()), reverse=True)[: 1 + most])
         held = gradient.held_nbytes + sum({id(sent.reduction): sent.reduction.held_nbytes for sent in self._under_way}.values())
         while self._context.kept and held + sum(one.held_nbytes for one in self._context.kept) > bound:
-            self._context.wait_for_oldest().give_back()
+            with self._waits(self._context.kept[0]):
+                self._context.wait_for_oldest().give_back()
+
+    @contextmanager
+    def _waits(self, reduction: Reduction) -> Iterator[None]:
+        """Whoever adds up gradients waits inside for a reduction: the host or, where there are streams, that stream."""
+        name = reduction.gradient.flat.name
+        self.bus.begin("wait reduce", name, at=HERE)
+        try:
+            yield
+        finally:
+            self.bus.end("wait reduce", name, at=HERE)
 
     def _launch(self, gradient: GradBuffer) -> None:
         self._wait_for_bytes(gradient)
@@ -482,14 +493,10 @@ class Reducer:
         for place in range(len(self._under_way) - but):
             sent = self._under_way[place]
             if not sent.replicas:
-                key = sent.reduction.gradient.flat.name
-                self.bus.begin("wait reduce", key, at=HERE)
-                try:
+                with nullcontext() if self._context.queues else self._waits(sent.reduction):
                     sent.begin_replicas(self.replicas)
-                    if self.bus.timed:
-                        sent.reduction.timed(sent.work)
-                finally:
-                    self.bus.end("wait reduce", key, at=HERE)
+                if self.bus.timed:
+                    sent.reduction.timed(sent.work)
 
     def catch_up(self) -> None:
         """Somebody looks at gradients in a backward: what has landed is there."""
@@ -508,11 +515,8 @@ class Reducer:
         self._begin_replicas(len(self._under_way) - 1)
         sent = self._under_way.popleft()
         reduction, flat = sent.reduction, sent.reduction.gradient.flat
-        self.bus.begin("wait reduce", flat.name, at=HERE)
-        try:
+        with nullcontext() if self._context.queues else self._waits(reduction):
             sent.wait()
-        finally:
-            self.bus.end("wait reduce", flat.name, at=HERE)
         mean = self._mean(sent)
         if self.probe is not None:
             self.probe.landed(sent, mean)
@@ -612,8 +616,9 @@ class Reducer:
 
     def _join(self) -> None:
         """Whoever adds up goes on after all reductions."""
-        for reduction in self._context.join():
-            reduction.give_back()
+        with self._waits(self._context.kept[-1]) if self._context.kept else nullcontext():
+            for reduction in self._context.join():
+                reduction.give_back()
         self._spare.clear()
 
     def _clear(self) -> None:

@@ -401,7 +401,8 @@ def _options(table: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
     for key, option in table.items():
         if key in OF_PARAMS:
             continue
-        value = copy.deepcopy(option, memo)
+        # torch copies no tensor that some operation has made.
+        value = copy.deepcopy(option.detach() if isinstance(option, Tensor) else option, memo)
         if isinstance(value, Tensor):
             value = value.cpu()
         if key == "lr" or key.endswith("_lr"):

@@ -37,7 +37,7 @@ def kept_elsewhere(optimizer: Any, params: Iterable[Tensor]) -> str:
     for path, value in _reached(optimizer):
         if isinstance(value, Tensor):
             # Ranges that are no state have a parameter each.
-            if id(value) in ids or (isinstance(value, ShardedTensor) and not path.startswith(".state[")):
+            if id(value) in ids or (isinstance(value, ShardedTensor) and not path.startswith(".state")):
                 return path
         elif type(value) is int and value in ids:
             return f"{path} (its id)"
@@ -58,22 +58,19 @@ def beside_params(optimizer: Optimizer) -> str:
 
 def memory_beside(optimizer: Any) -> set[int]:
     """The memory of all tensors that it has elsewhere than in states of parameters, by identity."""
-    tensors = [value for path, value in _reached(optimizer) if isinstance(value, Tensor) and not path.startswith(_OF_PARAM)]
+    tensors = [value for _, value in _reached(optimizer, of_params=False) if isinstance(value, Tensor)]
     plain = [one for one in plain_parts(tensors) if type(one) in (Tensor, nn.Parameter)]
     return {one.untyped_storage()._cdata for one in plain}
 
 
-#: The states of a parameter, among the places where an optimizer has something.
-_OF_PARAM = ".state[a parameter]"
-
-
-def _reached(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Everything that it has elsewhere, as far down as it goes, and the way there."""
+def _reached(optimizer: Any, *, of_params: bool = True) -> Iterator[tuple[str, Any]]:
+    """Everything that it has elsewhere, as far down as it goes, and the way there; of states of parameters if ``of_params``."""
     seen = {id(optimizer), id(optimizer.param_groups), id(optimizer.state), *map(id, optimizer.param_groups)}
     # What others put around its methods is none of its own.
     around = {f".{key}" for key, value in vars(optimizer).items() if callable(value) and hasattr(type(optimizer), key)}
     roots = [(path, value) for path, value in _places(optimizer).items() if path not in around]
-    roots += [(_OF_PARAM, value) for key, value in optimizer.state.items() if isinstance(key, Tensor)]
+    if of_params:
+        roots += [(".state[a parameter]", value) for key, value in optimizer.state.items() if isinstance(key, Tensor)]
     waiting = [(path, value, 0) for path, value in reversed(roots)]
     while waiting:
         path, value, depth = waiting.pop()

@@ -157,11 +157,16 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, dict):
         new = {key: mapped(item, change) for key, item in value.items()}
         return new if any(new[key] is not item for key, item in value.items()) else value
-    if type(value) in (list, tuple, deque):
+    if isinstance(value, (list, tuple, deque)):
         row = [mapped(item, change) for item in value]
         if all(one is item for one, item in zip(row, value, strict=True)):
             return value
-        return deque(row, value.maxlen) if isinstance(value, deque) else type(value)(row)
+        if isinstance(value, tuple):
+            return type(value)(*row) if hasattr(value, "_fields") else type(value)(row)
+        made = copy.copy(value)
+        for at, item in enumerate(row):
+            made[at] = item
+        return made
     return value
 
 

@@ -50,7 +50,7 @@ class Progress(Enum):
     DONE = "done"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Step:
     """One call of the ``step`` of an optimizer that holds parameters of the attachment.
 
@@ -139,9 +139,9 @@ class StepPipeline:
             go_last()
 
     def restore(self) -> None:
-        """No step is under way: give back what steps that raised have left hidden."""
-        while self._open:
-            self._open.pop().restore()
+        """Give back what steps have hidden: of those that raised, and of those that are under way."""
+        for step in reversed(self._open):
+            step.restore()
 
 
 # torch's hooks.
@@ -478,6 +478,8 @@ def _leave_others(step: Step, ours: set[int]) -> None:
     def restore(*called: Any) -> None:
         if step.frame is sys._getframe(1):
             step.restore()
+            # A step that a hook makes is one of its own.
+            step.progress = Progress.COMING
             for hook in list(after.values()):
                 hook(*called)
 

@@ -86,8 +86,10 @@ def save_run(
         name_run(session, ranks)
         series, store, background = Series(session.run, keep, session.newest_ns), session.tiers.store, None
         if not wait:
-            memory = checkpoint.SnapshotMemory.of(session.policy, store, session.bus, session.comm.alike)
-            background = memory, session.policy.comm.timeout_s
+            memory: list[checkpoint.SnapshotMemory] = []
+            bounded = session.policy, store, session.bus, session.comm.alike
+            ranks.run(lambda: memory.append(checkpoint.SnapshotMemory.of(*bounded)))
+            background = memory[0], session.policy.comm.timeout_s
         saving = checkpoint.save(run, folder, extra or {}, series, store, background)
         if not wait:
             session.saving = saving

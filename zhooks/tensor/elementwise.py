@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import compress
 from types import FrameType
 from typing import Any, NoReturn
 from zlib import crc32
@@ -160,8 +161,11 @@ def lists(func: Overload, args: Args, kwargs: Kwargs) -> Any:
         return _one_by_one(func, args, kwargs)
     leads = next(value for value in args if isinstance(value, (list, tuple)))
     numbers = None
-    if not func._schema.is_mutable and isinstance(leads[0], RangeTensor) and leads[0].numbers is not None:
-        numbers = numbers_of(args, kwargs)
+    if not func._schema.is_mutable and next(one for one in leads if isinstance(one, RangeTensor)).numbers is not None:
+        # Tensors of a list that are not sharded are no part of what is computed of those that are.
+        sharded = [isinstance(lead, RangeTensor) for lead in leads]
+        own = [list(compress(value, sharded)) if isinstance(value, (list, tuple)) else value for value in args]
+        numbers = numbers_of(tuple(own), kwargs)
     out = func(*plain, **kwargs)
     for position in _positions_written(func):
         for written in args[position] if position < len(args) else ():
@@ -209,7 +213,7 @@ def _ranges_of_lists(args: Args, kwargs: Kwargs) -> list[Any] | None:
                 if shard is None:
                     if (isinstance(lead, RangeTensor) and value.dim() > 0) or (memory is not None and value.device != memory):
                         return None
-                elif not isinstance(lead, RangeTensor) or shard.spec is not lead.local_shard.spec:
+                elif not isinstance(lead, RangeTensor) or not _alike(shard.spec, lead.local_shard.spec):
                     return None
                 else:
                     found = shard.memory
@@ -224,6 +228,10 @@ def _ranges_of_lists(args: Args, kwargs: Kwargs) -> list[Any] | None:
     return plain[: len(args)]
 
 
+def _alike(one: ParamShard, other: ParamShard) -> bool:
+    return one is other or one.key() == other.key()
+
+
 def _one_by_one(func: Overload, args: Args, kwargs: Kwargs) -> Any:
     """A list operation as one on lists of one for each tensor."""
     count = len(next(value for value in args if isinstance(value, (list, tuple))))
@@ -231,6 +239,12 @@ def _one_by_one(func: Overload, args: Args, kwargs: Kwargs) -> Any:
     def at(index: int, value: Any) -> Any:
         return [value[index]] if type(value) in (list, tuple) and len(value) == count else value
 
+    if func._schema.is_mutable:
+        # What does not match is refused before anything is changed.
+        for row in zip(*(value for value in args if isinstance(value, (list, tuple)) and len(value) == count), strict=True):
+            ranges = [value for value in row if isinstance(value, RangeTensor)]
+            for value in ranges[1:]:
+                _same_range(value, ranges[0])
     out: list[Any] = []
     for index in range(count):
         named = {key: at(index, value) for key, value in kwargs.items()}
@@ -303,11 +317,18 @@ def _near(value: RangeTensor, lead: RangeTensor) -> Tensor:
 
 
 def _matching(value: RangeTensor, lead: RangeTensor) -> Any:
+    if _same_range(value, lead):
+        return _near(value, lead)
+    return NotImplemented if value.shape != lead.shape else lead.local_shard.spec.take(whole_value(value))
+
+
+def _same_range(value: RangeTensor, lead: RangeTensor) -> bool:
+    """Both are the same range; False where the first can be read whole, which else is refused."""
     own, spec = value.local_shard.spec, lead.local_shard.spec
     if own is spec or own.key() == spec.key():
-        return _near(value, lead)
+        return True
     if readable_whole(value):
-        return NotImplemented if value.shape != lead.shape else spec.take(whole_value(value))
+        return False
     if value.shape != lead.shape:
         raise ShardedOpError(
             f"Cannot compute an element-wise operation on {spec.name} {tuple(lead.shape)} and {own.name} "

@@ -342,9 +342,11 @@ class HeldGradient(ShardedTensor):
             for grad in args[0]:
                 grad.zero_()
             return None
-        if func in _OF_HELD and isinstance(args[0], HeldGradient) and args[0].local_shard.reduced is None:
+        # What is computed of one has a range of its own.
+        held = args[0].local_shard if func in _OF_HELD and isinstance(args[0], HeldGradient) else None
+        if isinstance(held, _HeldShard) and held.reduced is None:
             if func is torch.Tensor.zero_:
-                args[0].local_shard.zero()
+                held.zero()
             return args[0]
         return super().__torch_function__(func, types, args, kwargs)
 

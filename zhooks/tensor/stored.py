@@ -293,6 +293,17 @@ class ChunkTensor(OpenedTensor):
     def view_at(self, view: Tensor) -> ChunkTensor:
         return ChunkTensor(self._source, self._start + int(view.storage_offset()), view, self.device)
 
+    @classmethod
+    def on_values(cls, func: Overload, args: Args, kwargs: Kwargs) -> Any:
+        # Values on the host go to the host, and come from there, without a copy on the device.
+        if func is torch.ops.aten.copy_.default and not isinstance(args[1], OpenedTensor):
+            args[0].opened().copy_(args[1])
+            args[0].changed()
+            return args[0]
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
+            return func(args[0].opened(), **kwargs)
+        return super().on_values(func, args, kwargs)
+
     def plain(self) -> Tensor:
         """A copy of the values, where they lie."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), _OPENING:

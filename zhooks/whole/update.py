@@ -267,6 +267,7 @@ class WholeUpdater:
                 groups[one.group].append(stand_in)
                 names[one.group].append(one.label)
                 stand_ins.append((one, stand_in))
+            for one, stand_in in stand_ins:
                 optimizer.state[stand_in] = optimizer.state[one.param]
             name, nbytes = whole[0][0].flat.name, sum(value.nbytes for _, value, _ in whole)
             if self._bus.active:

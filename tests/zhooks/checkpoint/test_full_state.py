@@ -211,6 +211,10 @@ def test_a_state_of_another_model_is_refused_on_every_rank_and_changes_nothing()
     assert same(full(model), plain.parameters())
 
 
+#: Between ranks it names the class that puts a tensor together; of a file it would be code to run.
+_MADE = "zhooks: a tensor made of others"
+
+
 def _wrong_optimizer(state: dict[str, Any], kind: str) -> Any:
     [group] = state["param_groups"]
     return {
@@ -219,6 +223,7 @@ def _wrong_optimizer(state: dict[str, Any], kind: str) -> Any:
         "unknown": {**state, "state": {**state["state"], 9: state["state"][0]}},
         "no state": 3,
         "not plain": {**state, "param_groups": [{**group, "lr": object()}]},
+        "code": {**state, "param_groups": [{**group, "lr": {_MADE: ["os", "error", None, [], []], "inner": {}}}]},
     }[kind]
 
 
@@ -236,6 +241,7 @@ def test_a_state_of_another_optimizer_is_refused_on_every_rank_and_changes_nothi
         "unknown": "the state of parameter 9 of 6",
         "no state": "int without state and param_groups",
         "not plain": "dicts and tensors in the optimizer's state.*'lr'.*found object",
+        "code": f"a dict with the key '{_MADE}'",
     }.items():
         wrong = {**state, "optimizer": _wrong_optimizer(state["optimizer"], kind)} if first else {}
         with pytest.raises(zhooks.CheckpointError, match=found):

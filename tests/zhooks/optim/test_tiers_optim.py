@@ -216,6 +216,31 @@ def test_what_cannot_be_stepped_unit_by_unit_is_refused_by_name(tier: str) -> No
 
 
 @on_ranks(1, 2, tier=AWAY)
+def test_a_hook_after_a_step_steps_another_optimizer_as_the_loop_would(tier: str) -> None:
+    def trained(hooked: bool) -> tuple[list[Tensor], set[str]]:
+        model: Any = ZOO["mlp"].build(7)
+        attachment = zhooks.attach(model, policy=policy(tier))
+        params = list(model.parameters())
+        first, other = (torch.optim.AdamW(some, lr=0.01, eps=1e-3) for some in (params[:2], params[2:]))
+        if hooked:
+            first.register_step_post_hook(lambda *_: other.step())
+        for number in range(2):
+            loss_of(model, number).backward()
+            first.step()
+            if not hooked:
+                other.step()
+            model.zero_grad()
+        kept = {tier_of(value) for state in other.state.values() for value in state.values() if value.dim()}
+        found = copies(params)
+        attachment.detach()
+        return found, kept
+
+    (expected, placed), (found, kept) = trained(False), trained(True)
+    assert same(found, expected)
+    assert kept == placed
+
+
+@on_ranks(1, 2, tier=AWAY)
 def test_step_hooks_run_once_in_order_and_see_the_whole_optimizer(tier: str) -> None:
     model: Any = ZOO["mlp"].build(7)
     attachment = zhooks.attach(model, policy=policy(tier))

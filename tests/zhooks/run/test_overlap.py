@@ -188,7 +188,11 @@ def test_clipping_launches_no_kernel_a_parameter_beyond_torchs_own_lists() -> No
     assert (many - plains).total() <= 8, many - plains
 
 
-@on_accelerators(2, policy=({}, {"comm": {"buffer": "1 KiB"}}), stage=(1, 2))
+#: In chunks: the gradients of two units and a half may wait for their reductions.
+CHUNKS = {"comm": {"buffer": "1 KiB"}, "schedule": {"max_reductions": 4}}
+
+
+@on_accelerators(2, policy=({}, CHUNKS), stage=(1, 2))
 def test_compute_of_a_backward_waits_for_no_reduction(policy: dict[str, Any], stage: int) -> None:
     with folder() as path, training(SINES, path, stage=stage, **policy) as step:
         rows = traced(step)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import zhooks
 from tests.support.inside import comm_of
 from tests.support.on_ranks import on_ranks, place
-from tests.support.values import full, grad_of, same, sharded
+from tests.support.values import full, grad_of, same, sharded, whole
 
 STAGES = (0, 1, 2, 3)
 
@@ -417,3 +417,47 @@ def test_tracing_scripting_and_exporting_an_attached_model_is_refused_and_it_tra
     model(torch.ones(1, 4)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert attachment.detach() is model
+
+
+@on_ranks(2)
+def test_a_list_operation_that_is_refused_has_changed_nothing() -> None:
+    net = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+    attachment = zhooks.attach(net, policy={"units": {"classes": ["Sequential"], "min_numel": 0}})
+    net(torch.ones(2, 6)).sum().backward()
+    first, other = (param.grad for param in net.parameters())
+    assert first is not None and other is not None
+    means = [first.clone(), first.clone()]
+    before = [whole(mean).clone() for mean in means]
+    with pytest.raises(zhooks.ShardedOpError, match="do not match"):
+        # The second is of another range of elements.
+        torch._foreach_lerp_(means, [first * 2, other], 0.5)
+    assert all(torch.equal(whole(mean), value) for mean, value in zip(means, before, strict=True))
+    attachment.detach()
+
+
+@on_ranks(1, 2)
+def test_a_copy_of_a_gradient_that_is_held_back_is_a_tensor_of_its_own() -> None:
+    net = nn.Linear(4, 4, bias=False)
+    attachment = zhooks.attach(net, policy={"stage": 1, "units": {"min_numel": 0}})
+    with attachment.no_sync():
+        net(torch.ones(2, 4)).sum().backward()
+        grad = net.weight.grad
+        assert grad is not None
+        for one in (grad.clone(), grad * 1.0, copy.deepcopy(grad)):
+            assert torch.equal(whole(one.detach()), torch.full((4, 4), 2.0))
+            assert torch.equal(whole(one.data), torch.full((4, 4), 2.0))
+            assert not one.requires_grad_(False).requires_grad
+            assert whole(one.zero_()).eq(0).all()
+        assert torch.equal(whole(grad), torch.full((4, 4), 2.0))
+    attachment.detach()
+
+
+@on_ranks(2)
+def test_a_list_with_a_plain_tensor_gives_expressions_of_its_parameters() -> None:
+    net = nn.Linear(4, 4, bias=False)
+    values = net.weight.detach().clone()
+    attachment = zhooks.attach(net, policy={"units": {"min_numel": 0}})
+    with torch.inference_mode():
+        doubled, plain = torch._foreach_mul([net.weight, torch.ones(3)], 2.0)
+        assert torch.equal(doubled.sum(0), (values * 2).sum(0)) and torch.equal(plain, torch.full((3,), 2.0))
+    attachment.detach()
