@@ -174,6 +174,8 @@ class Reducer:
         self.hooks = ReduceHooks()
         self.gradients: dict[int, GradBuffer] = {}
         self._context, self._spare = CommContext[Reduction](None), Spare(keeps=False)
+        # The most bytes that reductions may hold; None until it is asked for.
+        self._bound: int | None = None
         self._order: list[int] = []
         self._agreed = False
         #: Some rank has run a backward inside a backward, as all ranks know.
@@ -192,7 +194,7 @@ class Reducer:
 
     def change(self, *, most: int, unreduced: bool, mean: bool) -> None:
         """Another policy, between steps."""
-        self.most, self._unreduced = most, unreduced
+        self.most, self._unreduced, self._bound = most, unreduced, None
         self._mean_of_all, self._divisor = mean, self.comm.averaged if mean else 1
 
     @property
@@ -217,7 +219,7 @@ class Reducer:
     def reduce_over(self, replicas: ReplicaSums | None) -> None:
         """From the next backward on gradients are summed over these copies of the model; None is the axis of the mesh."""
         self.replicas = OnAxis(self.comm) if replicas is None else replicas
-        self._agreed = False
+        self._agreed, self._bound = False, None
         self._canonical()
 
     def _canonical(self) -> None:
@@ -260,7 +262,7 @@ class Reducer:
             flat.sums = None  # of one that is not taken over it would keep the memory until the next garbage collection
         if flats:
             self._context = CommContext[Reduction](calls_of(flats[0].kind.device))
-            self._spare = Spare(keeps=self._context.queues)
+            self._spare, self._bound = Spare(keeps=self._context.queues), None
         reduce = self._backward.reduce_held
         self.gradients = {flat.number: kept.get(flat) or GradBuffer(flat, self.pool, self._context, reduce) for flat in flats}
         for gradient in self.gradients.values():
@@ -400,10 +402,11 @@ class Reducer:
         that have landed, until what all of them hold, with this one, is no more than ``most`` and one of the largest hold."""
         if not self._context.kept or gradient.held_nbytes == 0:
             return
-        most = 0 if self._alone else self.most
-        bound = sum(sorted((one.held_nbytes for one in self.gradients.values()), reverse=True)[: 1 + most])
+        if self._bound is None:
+            most = 0 if self._alone else self.most
+            self._bound = sum(sorted((one.held_nbytes for one in self.gradients.values()), reverse=True)[: 1 + most])
         held = gradient.held_nbytes + sum({id(sent.reduction): sent.reduction.held_nbytes for sent in self._under_way}.values())
-        while self._context.kept and held + sum(one.held_nbytes for one in self._context.kept) > bound:
+        while self._context.kept and held + sum(one.held_nbytes for one in self._context.kept) > self._bound:
             with self._waits(self._context.kept[0]):
                 self._context.wait_for_oldest().give_back()
 
