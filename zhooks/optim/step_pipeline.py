@@ -135,7 +135,8 @@ class StepPipeline:
         step.restore()
         for handler in self._after:
             handler(step)
-        if not is_last():
+        # Within another step torch may be going through its pre-hooks.
+        if not self._open and not is_last():
             go_last()
 
     def restore(self) -> None:

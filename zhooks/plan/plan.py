@@ -145,10 +145,10 @@ def make(request: Request, comm: Comm) -> Plan:
         BudgetError, CapabilityError: a tier or the device cannot hold what the policy keeps there; on every rank.
     """
     model, policy, device = request.model, request.policy, request.device
-    if not request.sync:
-        _check_ranks_equal(model, comm, request.ignored)
     groups = find_units(model, policy, request.ignored)
     _check_same_model(groups, request.ignored, comm.stage)
+    if not request.sync:
+        _check_ranks_equal(model, comm, request.ignored)
     units = Layouts.of(model, policy, comm, device).units(groups)
     tiers = admit(policy, device, units, comm)
     headroom = device_headroom(policy, device, units, request.known, comm, ignored_here(request.ignored, device))
