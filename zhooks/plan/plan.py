@@ -26,6 +26,7 @@ from zhooks.optim import optimizer_facts
 from zhooks.plan.budget import Admission, Headroom, admit, device_headroom, ignored_here, shards_reserve
 from zhooks.plan.checks import (
     check_arguments,
+    check_compute,
     check_division,
     check_embeddings,
     check_ignored,
@@ -145,11 +146,17 @@ def make(request: Request, comm: Comm) -> Plan:
         BudgetError, CapabilityError: a tier or the device cannot hold what the policy keeps there; on every rank.
     """
     model, policy, device = request.model, request.policy, request.device
-    groups = find_units(model, policy, request.ignored)
+    ranks = ControlPlane(comm.stage, "attach")
+    with ranks.all_or_none():
+        groups = find_units(model, policy, request.ignored)
     _check_same_model(groups, request.ignored, comm.stage)
     if not request.sync:
         _check_ranks_equal(model, comm, request.ignored)
-    units = Layouts.of(model, policy, comm, device).units(groups)
+    with ranks.all_or_none():
+        units = Layouts.of(model, policy, comm, device).units(groups)
+        if policy.tiered:
+            # One host may lack what updates on it need.
+            check_compute(policy, device, units)
     tiers = admit(policy, device, units, comm)
     headroom = device_headroom(policy, device, units, request.known, comm, ignored_here(request.ignored, device))
     islands = chart(model, units, policy)

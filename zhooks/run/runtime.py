@@ -260,7 +260,7 @@ class Runtime(Engine):
         return stays and all(flat.current() or not flat.layout.padded for flat in flats_of(self._units))
 
     def _end_pass(self, current: Pass, failed: bool) -> None:
-        walk, grad = current.walk, torch.is_grad_enabled()
+        walk, grad = current.walk, current.grad
         keep: frozenset[int] = frozenset()
         new = walk is not None and not walk.path.recorded
         if walk is not None and not failed:

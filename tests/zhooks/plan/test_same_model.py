@@ -35,3 +35,14 @@ def test_models_that_differ_are_shown_as_each_rank_has_them(differ: str) -> None
     with pytest.raises(zhooks.AttachError, match=f"expected the same model and policy on every rank, found {said}"):
         zhooks.attach(model, policy={"stage": 3, "units": {"min_numel": 0}})
     assert all(type(param) is nn.Parameter for param in model.parameters())
+
+
+@on_ranks(2, sync=(True, False))
+def test_what_one_rank_refuses_alone_is_an_error_on_every_rank(sync: bool) -> None:
+    model = net(layers=1 + place()[0])
+    # The first rank has no such module; with sync=False values are not compared before models.
+    with pytest.raises(zhooks.AttachError, match=r"\[units\] needs 2 to match a module, found none"):
+        zhooks.attach(model, policy={"stage": 3, "units": {"names": ["2"], "min_numel": 0}}, sync=sync)
+    with pytest.raises(zhooks.AttachError, match="4 parameters on rank 0, 6 parameters on rank 1"):
+        zhooks.attach(model, policy={"stage": 3, "units": {"min_numel": 0}}, sync=sync)
+    assert all(type(param) is nn.Parameter for param in model.parameters())
