@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from offload.device.stream_device import StreamCalls
+from offload.device.streams import _order
 
 __all__ = ["CommContext"]
 
@@ -145,10 +146,3 @@ class CommContext(Generic[T]):
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-def _order(calls: StreamCalls, stream: Any, after: Any) -> None:
-    """What ``stream`` is given from now on runs after what ``after`` has been given."""
-    event = calls.event()
-    event.record(after)
-    stream.wait_event(event)

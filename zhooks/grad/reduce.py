@@ -609,12 +609,11 @@ class Reducer:
             # A rank by itself may have put all there was into the gradients that parameters have.
             if not (self._alone and self._nothing_waits()):
                 self._finish_all()
-            self._join()
         except BaseException:
             self.torn = True
-            self._join()
             raise
         finally:
+            self._join()
             self._clear()
 
     def _join(self) -> None:

@@ -119,7 +119,9 @@ def admit(
     """
     if seam is None and not policy.tiered:
         return None
-    check_compute(policy, device, units)
+    # One host may lack what updates on it need.
+    with ControlPlane(comm.stage, "check updates").all_or_none():
+        check_compute(policy, device, units)
     opened = seam or open_device(device)
     try:
         limits = {tier: _limit_of(policy, tier, opened, comm) for tier in Tier}

@@ -26,7 +26,6 @@ from zhooks.optim import optimizer_facts
 from zhooks.plan.budget import Admission, Headroom, admit, device_headroom, ignored_here, shards_reserve
 from zhooks.plan.checks import (
     check_arguments,
-    check_compute,
     check_division,
     check_embeddings,
     check_ignored,
@@ -154,9 +153,6 @@ def make(request: Request, comm: Comm) -> Plan:
         _check_ranks_equal(model, comm, request.ignored)
     with ranks.all_or_none():
         units = Layouts.of(model, policy, comm, device).units(groups)
-        if policy.tiered:
-            # One host may lack what updates on it need.
-            check_compute(policy, device, units)
     tiers = admit(policy, device, units, comm)
     headroom = device_headroom(policy, device, units, request.known, comm, ignored_here(request.ignored, device))
     islands = chart(model, units, policy)
